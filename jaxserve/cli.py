@@ -1,0 +1,69 @@
+"""Command line flags made from the fields of the config groups, so that each exists once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from typing import Any, TypeVar
+
+from jaxserve.config import EngineConfig
+
+T = TypeVar("T")
+
+
+def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, ...] = ()) -> None:
+    """Adds ``--field-name`` for every field of a dataclass made with `config.setting`.
+
+    A boolean becomes ``--x / --no-x``, a Literal has its choices, a tuple takes several values.
+    """
+    types_of = typing.get_type_hints(group)
+    section = parser.add_argument_group(f"{(group.__doc__ or '').splitlines()[0]}")
+    for field in dataclasses.fields(group):
+        if field.name in skip:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        section.add_argument(
+            flag,
+            dest=field.name,
+            default=field.default,
+            help=field.metadata["help"] + _default_text(field.default),
+            **_kind(types_of[field.name]),
+        )
+
+
+def read_flags(args: argparse.Namespace, group: type[T]) -> T:
+    """The dataclass that the parsed flags describe."""
+    names = [f.name for f in dataclasses.fields(group) if hasattr(args, f.name)]  # type: ignore
+    return group(**{name: getattr(args, name) for name in names})
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) -> None:
+    """Adds the flags of every group of `EngineConfig`."""
+    for field_type in typing.get_type_hints(EngineConfig).values():
+        add_flags(parser, field_type, skip=skip)
+
+
+def read_engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The `EngineConfig` that the parsed flags describe."""
+    hints = typing.get_type_hints(EngineConfig)
+    return EngineConfig(**{name: read_flags(args, group) for name, group in hints.items()})
+
+
+def _kind(hint: Any) -> dict[str, Any]:
+    """The argparse keywords for a field of this type."""
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _kind(next(a for a in inner if a is not type(None)))
+    if origin is typing.Literal:
+        return {"choices": inner}
+    if origin is tuple:
+        return {"type": inner[0], "nargs": "+", "metavar": inner[0].__name__.upper()}
+    return {"type": hint, "metavar": hint.__name__.upper()}
+
+
+def _default_text(default: Any) -> str:
+    return "" if default is None or default == () else f" (default: {default})".replace("%", "%%")

@@ -1,0 +1,109 @@
+"""What a step runs, what comes back, and who runs it: the seam between scheduler and runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxserve.messages import TokenLogprobs
+from jaxserve.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's part of a step: the tokens at positions ``[start, start + num_tokens)``.
+
+        0 ........ start ................ start + num_tokens ......... tokens so far
+        | computed | computed in this step | left for later steps      |
+
+    Attributes:
+      request_id: the request.
+      row: its row in the per-request device arrays, in ``[0, max_num_seqs)``; its own from
+        admission to finish or preemption.
+      is_new: the request has just got this row: forget what the row held before.
+      start: position of the first token of the part.
+      num_tokens: length of the part, at least 1.
+      token_ids: the tokens of the part; empty when the one token is the one sampled last in this
+        row, which is on the device and perhaps not yet on the host.
+      block_offset: index in the row's block table of the first of ``new_block_ids``.
+      new_block_ids: blocks to append to the row's block table, in order.
+      samples: whether the part reaches the last known token, so that the step samples the token at
+        position ``start + num_tokens``.
+      params: the sampling parameters of the request; ``seed`` is set.
+      eos_token_id: the end token that ``params.min_tokens`` holds back, or None.
+      num_prompt_tokens: tokens at positions below this came with the prompt; the rest is output.
+      known_token_ids: every token of the request that the host knows, prompt first. Read it while
+        the step is built, not later: it grows.
+      num_unknown_tokens: how many tokens after ``known_token_ids`` were sampled on the device
+        before this step and are not yet known to the host; 0 or 1.
+    """
+
+    request_id: str
+    row: int
+    is_new: bool
+    start: int
+    num_tokens: int
+    token_ids: Sequence[int]
+    block_offset: int
+    new_block_ids: Sequence[int]
+    samples: bool
+    params: SamplingParams
+    eos_token_id: int | None
+    num_prompt_tokens: int
+    known_token_ids: Sequence[int]
+    num_unknown_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything that one step runs, in the order in which it is packed.
+
+    Parts of one token come first (decode), longer ones after them.
+    """
+
+    step_id: int
+    scheduled: tuple[ScheduledRequest, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step runs through the model."""
+        return sum(part.num_tokens for part in self.scheduled)
+
+    @property
+    def sampling(self) -> tuple[ScheduledRequest, ...]:
+        """The parts that sample a token, in packing order."""
+        return tuple(part for part in self.scheduled if part.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled, aligned with ``plan.sampling``.
+
+    ``logprobs`` has an entry per sampled token, None for the requests that did not ask; it is None
+    if none asked.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None] | None = None
+
+
+class StepHandle(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepResult:
+        """Waits for the step. Call it once."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs steps in the order in which they are given."""
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs compiled since the start; constant after warm-up."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepHandle:
+        """Starts a step and returns without waiting for it."""
+        ...

@@ -1,0 +1,162 @@
+"""How the tokens of one request are chosen and when it ends, validated once at the door."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this, a temperature means: take the most likely token."""
+
+MIN_TEMPERATURE = 0.01
+"""Temperatures between the two are raised to this, so that logits stay finite."""
+
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGPROBS = 20
+INT64 = (-(2**63), 2**63 - 1)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of a request, with the names and defaults of the OpenAI API and of vLLM.
+
+    Construction validates every field that can be judged without the model; ids are checked
+    against the vocabulary by `check_token_ids`.
+
+    Attributes:
+      n: number of independent answers, 1 to 128. The engine runs each one as a request of its own.
+      temperature: >= 0. Below 1e-5 the most likely token is taken.
+      top_p: in (0, 1]. Keep the smallest set of tokens whose probability reaches this.
+      top_k: 0 or -1 for off, else >= 1. Keep this many of the most likely tokens.
+      min_p: in [0, 1]. Keep tokens at least this likely relative to the most likely one.
+      seed: int64, or None to draw one. The answer is a function of prompt, parameters and seed,
+        whatever else is in the batch.
+      max_tokens: >= 1, or None for the rest of the context.
+      min_tokens: >= 0. End tokens and stop ids are not sampled before this many tokens.
+      stop: texts that end the answer.
+      stop_token_ids: tokens that end the answer.
+      ignore_eos: go on after the model's own end tokens.
+      presence_penalty, frequency_penalty: in [-2, 2], over the generated tokens.
+      repetition_penalty: > 0, over prompt and generated tokens; 1 is off.
+      logprobs: return the log probability of each sampled token and of this many of the most
+        likely ones; 0 to 20, or None for off.
+      skip_special_tokens: leave special tokens out of the text.
+      include_stop_str_in_output: keep the stop text that ended the answer.
+
+    Raises:
+      InvalidRequestError: a field is out of its range; ``param`` names it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _require_range("n", self.n, 1, MAX_N)
+        _require_range("temperature", self.temperature, 0, math.inf)
+        _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
+        _require(self.top_k >= -1, "top_k", "-1 or 0 (off) or at least 1", self.top_k)
+        _require_range("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _require_range("seed", self.seed, *INT64)
+        if self.max_tokens is not None:
+            _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+            _require(
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                f"at most max_tokens ({self.max_tokens})",
+                self.min_tokens,
+            )
+        _require(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
+        _require_range("presence_penalty", self.presence_penalty, -2, 2)
+        _require_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        finite = math.isfinite(self.repetition_penalty)
+        _require(
+            finite and self.repetition_penalty > 0,
+            "repetition_penalty",
+            "a finite number greater than 0",
+            self.repetition_penalty,
+        )
+        if self.logprobs is not None:
+            _require_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _require(
+            len(self.stop) <= MAX_STOP_STRINGS,
+            "stop",
+            f"at most {MAX_STOP_STRINGS} texts",
+            len(self.stop),
+        )
+        _require(all(self.stop), "stop", "texts that are not empty", "")
+        _require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKEN_IDS} ids",
+            len(self.stop_token_ids),
+        )
+        if self.n > 1 and self.is_greedy:
+            raise InvalidRequestError(
+                f"n must be 1 when temperature is 0 (every answer would be the same), got {self.n}",
+                param="n",
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raises InvalidRequestError if an id is not in ``[0, vocab_size)``.
+
+        ``vocab_size`` is the width of the logits. In jax an id outside it wraps, clamps or is
+        dropped in silence, so it must not get past the front.
+        """
+        check_ids(self.stop_token_ids, vocab_size, param="stop_token_ids")
+
+
+def check_ids(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) -> None:
+    """Raises InvalidRequestError, naming ``param``, if an id is not in ``[0, vocab_size)``."""
+    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+        bad = [i for i in ids if not 0 <= i < vocab_size][:5]
+        raise InvalidRequestError(
+            f"{param}: token ids {bad} are out of vocabulary; expected ids from 0 to "
+            f"{vocab_size - 1}",
+            param=param,
+        )
+
+
+def _require(ok: bool, param: str, expected: str, got: object) -> None:
+    if not ok:
+        raise InvalidRequestError(f"{param} must be {expected}, got {got!r}", param=param)
+
+
+def _require_range(param: str, value: float, low: float, high: float) -> None:
+    # A comparison with NaN is false, so NaN is refused here too. Infinity is never a number.
+    ok = low <= value <= high and math.isfinite(value)
+    expected = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+    _require(ok, param, expected, value)

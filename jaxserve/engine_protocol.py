@@ -1,0 +1,55 @@
+"""The part of an engine that front-ends need, however and wherever the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Protocol
+
+from jaxserve.messages import Ready, RequestOutput, StepStats
+from jaxserve.sampling_params import SamplingParams
+
+
+class Engine(Protocol):
+    """Turns prompts into tokens. Validates nothing: requests have been checked at the door."""
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine settled on when it started; with replicas, the first one."""
+        ...
+
+    @property
+    def stats(self) -> Mapping[int, StepStats]:
+        """The newest state of each engine, by its index."""
+        ...
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        eos_token_id: int | None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Runs one request and yields what it generates, as it comes.
+
+        The request is on its way when the first item is asked for. The last output, and no other,
+        has a finish reason; outputs that were not taken in time arrive merged into one. Closing the
+        generator before that (``aclose``, best by `contextlib.aclosing`) aborts the request.
+
+        Args:
+          prompt_token_ids: at least one id, each in ``[0, ready.vocab_size)``.
+          params: ``n`` is 1. Without a seed one is drawn.
+          request_id: unique among the requests under way.
+          eos_token_id: the token that ends the answer, or None if there is none or it is ignored.
+          priority: smaller goes first, under the priority policy.
+
+        Raises:
+          InvalidRequestError: the id is already in use.
+          EngineDeadError: the engine that ran the request is gone, or none is left.
+        """
+        ...
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError if an engine is dead, or holds requests and does not move."""
+        ...

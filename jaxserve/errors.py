@@ -32,6 +32,18 @@ class InvalidRequestError(JaxserveError):
         self.param = param
 
 
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer together are longer than the context."""
+
+
+class UnknownModelError(JaxserveError):
+    """The request names a model that is not served here."""
+
+
+class RequestFailedError(JaxserveError):
+    """The engine could not go on with a request that it had accepted."""
+
+
 class EngineDeadError(JaxserveError):
     """The engine process that was serving a request is gone."""
 

@@ -1,0 +1,73 @@
+"""What a checkpoint says about sampling from it: defaults, and the tokens that end an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.sampling_params import SamplingParams
+
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Values for what a request leaves unset, and the model's end tokens.
+
+    Attributes:
+      sampling: fields of `SamplingParams` by name, from the keys of ``SAMPLING_KEYS``.
+      max_tokens: length of an answer for which none was asked, or None for the rest of the context.
+      eos_token_ids: every token that ends an answer, the tokenizer's own included or not.
+    """
+
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    max_tokens: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        generation_config: Mapping[str, Any],
+        config: Mapping[str, Any],
+        *,
+        use_sampling: bool = True,
+    ) -> GenerationDefaults:
+        """Reads the contents of generation_config.json and config.json.
+
+        A null is as good as a missing key, and ``do_sample`` is not looked at. The end tokens count
+        also without ``use_sampling``, and are taken from ``config`` where ``generation_config``
+        has none.
+
+        Raises:
+          ConfigError: a value is of the wrong type or out of its range.
+        """
+        eos = _first_set(generation_config.get("eos_token_id"), config.get("eos_token_id"))
+        eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        if not use_sampling:
+            return cls(eos_token_ids=eos_ids)
+        found = {key: generation_config.get(key) for key in SAMPLING_KEYS}
+        sampling = {key: value for key, value in found.items() if value is not None}
+        max_tokens = generation_config.get("max_new_tokens")
+        try:
+            SamplingParams(**sampling, max_tokens=max_tokens)
+        except (InvalidRequestError, TypeError) as error:
+            raise ConfigError(
+                f"generation_config.json: {error}; --generation-config none leaves its sampling "
+                "defaults out"
+            ) from error
+        return cls(sampling, max_tokens, eos_ids)
+
+    def describe(self) -> str:
+        """One line for people: what is used when a request does not say."""
+        shown = {name: getattr(SamplingParams(), name) for name in SAMPLING_KEYS[:3]}
+        shown |= self.sampling
+        if self.max_tokens is not None:
+            shown["max_tokens"] = self.max_tokens
+        source = "from generation_config.json" if self.sampling else "none in the checkpoint"
+        return ", ".join(f"{name}={value:g}" for name, value in shown.items()) + f" ({source})"
+
+
+def _first_set(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,285 @@
+"""The JSON bodies of the OpenAI API as structs: the requests that we read, the replies we write.
+
+Unknown fields of a request are ignored, null is the same as absent, and no value is converted from
+one type to another. Fields typed `Any` are judged elsewhere: in `prompts` (prompt, messages) and in
+`params` (features that are refused unless they are switched off).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+
+T = TypeVar("T")
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """``continuous_usage_stats`` puts the usage so far on every chunk; it needs ``include_usage``."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """What both ways of generating text have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    best_of: Any = None
+    cache_salt: Any = None
+    detokenize: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    logit_bias: Any = None
+    logprob_token_ids: Any = None
+    prompt_logprobs: Any = None
+    response_format: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    structured_outputs: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
+    """Body of POST /v1/completions."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Any = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    audio: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    echo: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    reasoning_effort: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    web_search_options: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of POST /tokenize: a text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, gc=False):
+    """How much of the prompt was not computed again."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Each prompt is counted once, every answer in full."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """One entry a token in each list. Offsets are in characters, from the start of the answer."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class CompletionChoice(msgspec.Struct, gc=False):
+    """One answer, or in a stream the next piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Completion(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Reply of POST /v1/completions, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(msgspec.Struct, gc=False):
+    """A token that might have been, its log probability and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, gc=False):
+    """The token that was sampled, and the most likely ones."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, gc=False):
+    """One entry a token."""
+
+    content: list[ChatTokenLogprob]
+
+
+class ChatMessage(msgspec.Struct, gc=False):
+    """A whole answer."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, gc=False):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """Reply of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True, gc=False):
+    """The next piece of an answer; what is unset is left out."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, gc=False):
+    """The next piece of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One event of the stream of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+MAX_ERROR_CHARS = 300
+_PATH = re.compile(r" - at `\$\.?(?P<path>.*)`$")
+
+
+def decode(body: bytes, body_type: type[T]) -> T:
+    """The struct that a JSON body describes.
+
+    Raises:
+      InvalidRequestError: the body is not JSON in UTF-8, is nested too deeply, or a field has the
+        wrong type; ``param`` is the path of that field, as in ``messages[0].role``.
+    """
+    try:
+        return msgspec.json.decode(body, type=body_type)
+    except msgspec.ValidationError as error:
+        raise wrong_type(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequestError("the body is nested too deeply") from error
+
+
+def wrong_type(error: msgspec.ValidationError, *, under: str = "") -> InvalidRequestError:
+    """What to tell the client; ``under`` is the field in which the value was found."""
+    message = str(error)
+    match = _PATH.search(message)
+    path = match["path"] if match else ""
+    if under:
+        path = under + ("" if not path or path.startswith("[") else ".") + path
+    # The message may quote the value, which is as long as the client likes.
+    reason = (message[: match.start()] if match else message)[:MAX_ERROR_CHARS]
+    reason = reason.replace("`", "").replace(" | null", "")
+    return InvalidRequestError(f"{path or 'body'}: {reason}", param=path or None)

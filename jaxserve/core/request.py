@@ -1,0 +1,105 @@
+"""The host's state of one request."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from jaxserve.messages import FinishReason, Submit
+from jaxserve.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a request is. A preempted request is waiting again."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, from its arrival to its end. Changed only by the scheduler.
+
+        | prompt ............ | output ........... | unknown |
+        0              num_prompt_tokens    len(token_ids)   num_tokens
+        | computed, or being computed by a step under way | to do |
+        0                                 num_computed_tokens
+
+    There is no prefill and no decode phase: ``num_computed_tokens`` catches up with
+    ``num_tokens``, and each time it does, a token is sampled.
+
+    Attributes:
+      order: arrivals are numbered; lower came earlier.
+      num_prompt_tokens: tokens below this position came with the prompt, the rest is output, also
+        output of an engine that died.
+      max_num_tokens: the request ends by length when it has this many tokens, prompt included.
+      token_ids: every token that the host knows, prompt first.
+      num_unknown_tokens: tokens after those that steps under way are sampling.
+      row: its row in the per-request device arrays while it runs.
+      block_ids: its block table: blocks of the KV cache in the order of their positions.
+      scheduled_s: when it first ran.
+    """
+
+    id: str
+    params: SamplingParams
+    eos_token_id: int | None
+    priority: int
+    arrival_s: float
+    order: int
+    num_prompt_tokens: int
+    max_num_tokens: int
+    token_ids: list[int]
+    stop_token_ids: frozenset[int]
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    num_unknown_tokens: int = 0
+    row: int | None = None
+    block_ids: list[int] = field(default_factory=list)
+    scheduled_s: float | None = None
+
+    @classmethod
+    def from_submit(cls, submit: Submit, *, order: int, context_length: int) -> Request:
+        """The state of a request that has just arrived and that may grow to ``context_length``."""
+        params = submit.params
+        num_prompt_tokens = len(submit.prompt_token_ids) - submit.num_prior_tokens
+        max_num_tokens = context_length
+        if params.max_tokens is not None:
+            max_num_tokens = min(context_length, num_prompt_tokens + params.max_tokens)
+        return cls(
+            id=submit.request_id,
+            params=params,
+            eos_token_id=submit.eos_token_id,
+            priority=submit.priority,
+            arrival_s=submit.arrival_s,
+            order=order,
+            num_prompt_tokens=num_prompt_tokens,
+            max_num_tokens=max_num_tokens,
+            token_ids=list(submit.prompt_token_ids),
+            stop_token_ids=frozenset(params.stop_token_ids),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, with those that are known to the device only."""
+        return len(self.token_ids) + self.num_unknown_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens that the host knows."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, token_id: int) -> tuple[FinishReason | None, int | None]:
+        """Takes a sampled token; returns why the request ends with it, if it does, and the stop id.
+
+        An end token or stop id on the very last allowed token counts as a stop, not as length.
+        """
+        self.token_ids.append(token_id)
+        if self.num_output_tokens >= self.params.min_tokens:
+            if token_id == self.eos_token_id:
+                return FinishReason.STOP, None
+            if token_id in self.stop_token_ids:
+                return FinishReason.STOP, token_id
+        if len(self.token_ids) >= self.max_num_tokens:
+            return FinishReason.LENGTH, None
+        return None, None

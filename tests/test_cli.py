@@ -1,0 +1,90 @@
+"""Flags are made from the fields of the config groups."""
+
+import argparse
+import dataclasses
+import typing
+
+import pytest
+
+from jaxserve import cli
+from jaxserve.config import CompileConfig, EngineConfig, ModelConfig, setting
+
+
+def parse(*argv: str) -> EngineConfig:
+    parser = argparse.ArgumentParser()
+    cli.add_engine_flags(parser)
+    return cli.read_engine_config(parser.parse_args(argv))
+
+
+def test_no_flags_give_the_default_config() -> None:
+    assert parse() == EngineConfig()
+
+
+def test_every_field_of_every_group_has_a_flag_and_a_help_text() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_engine_flags(parser)
+    text = parser.format_help()
+    names = []
+    for group in typing.get_type_hints(EngineConfig).values():
+        for field in dataclasses.fields(group):
+            assert "--" + field.name.replace("_", "-") in text
+            assert field.metadata["help"]
+            names.append(field.name)
+    # A name in two groups would be one flag for two things.
+    assert len(names) == len(set(names))
+
+
+def test_values_have_the_types_of_the_fields() -> None:
+    config = parse(
+        "--model", "/m", "--max-model-len", "100", "--memory-fraction", "0.5", "--dtype", "float32"
+    )
+    assert config.model == ModelConfig(model="/m", max_model_len=100, dtype="float32")
+    assert config.cache.memory_fraction == 0.5
+
+
+def test_booleans_can_be_turned_off() -> None:
+    assert parse("--no-warmup").compile == CompileConfig(warmup=False)
+    assert parse("--warmup").compile == CompileConfig()
+    assert not parse("--no-async-scheduling").scheduler.async_scheduling
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("--dtype", "int3"), ("--max-model-len", "many"), ("--no-such-flag",), ("--block-size",)],
+)
+def test_bad_flags_end_the_program_with_a_usage_line(argv, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(*argv)
+    assert caught.value.code == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+@dataclasses.dataclass(frozen=True)
+class Letters:
+    """A group for the test.
+
+    With a second paragraph, which is not shown.
+    """
+
+    names: tuple[str, ...] = setting((), "some names")
+    percent: str = setting("50%", "part of it, as 50%%")
+    limit: int | None = setting(None, "a limit")
+
+
+def test_a_group_of_ones_own() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_flags(parser, Letters)
+    text = parser.format_help()
+    assert "A group for the test." in text
+    assert "second paragraph" not in text
+    assert "(default: 50%)" in text
+    args = parser.parse_args(["--names", "a", "b", "--limit", "3"])
+    assert tuple(cli.read_flags(args, Letters).names) == ("a", "b")
+    assert cli.read_flags(args, Letters).limit == 3
+
+
+def test_skipped_fields_keep_their_defaults() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_flags(parser, Letters, skip=("limit",))
+    assert "--limit" not in parser.format_help()
+    assert cli.read_flags(parser.parse_args([]), Letters) == Letters()

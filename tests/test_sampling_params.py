@@ -1,0 +1,140 @@
+"""What can be judged without the model is judged at construction, with the field at fault."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+    check_ids,
+)
+
+BAD = [
+    ("n", 0),
+    ("n", MAX_N + 1),
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("top_p", 0.0),
+    ("top_p", 1.1),
+    ("top_p", math.nan),
+    ("top_k", -2),
+    ("min_p", -0.1),
+    ("min_p", 1.5),
+    ("min_p", math.nan),
+    ("seed", 2**63),
+    ("seed", -(2**63) - 1),
+    ("max_tokens", 0),
+    ("min_tokens", -1),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", math.nan),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", math.inf),
+    ("repetition_penalty", math.nan),
+    ("logprobs", -1),
+    ("logprobs", MAX_LOGPROBS + 1),
+    ("stop", ("",)),
+    ("stop", ("x",) * (MAX_STOP_STRINGS + 1)),
+    ("stop_token_ids", (1,) * (MAX_STOP_TOKEN_IDS + 1)),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD)
+def test_a_bad_value_names_its_field(field: str, value) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+    assert caught.value.message.startswith(field)
+    assert "got" in caught.value.message
+
+
+EDGES = [
+    ("n", MAX_N),
+    ("temperature", 0.0),
+    ("temperature", 100.0),
+    ("top_p", 1e-9),
+    ("top_k", -1),
+    ("min_p", 1.0),
+    ("seed", 2**63 - 1),
+    ("seed", -(2**63)),
+    ("max_tokens", 1),
+    ("presence_penalty", -2.0),
+    ("repetition_penalty", 1e-3),
+    ("logprobs", 0),
+    ("logprobs", MAX_LOGPROBS),
+    ("stop", ("x",) * MAX_STOP_STRINGS),
+    ("stop_token_ids", (1,) * MAX_STOP_TOKEN_IDS),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), EDGES)
+def test_the_ends_of_each_range_are_in_it(field: str, value) -> None:
+    assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_min_tokens_is_at_most_max_tokens() -> None:
+    SamplingParams(max_tokens=5, min_tokens=5)
+    SamplingParams(min_tokens=5)
+    with pytest.raises(InvalidRequestError, match=r"min_tokens must be at most max_tokens \(5\)"):
+        SamplingParams(max_tokens=5, min_tokens=6)
+
+
+def test_several_answers_need_randomness() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(n=2, temperature=0)
+    assert caught.value.param == "n"
+    SamplingParams(n=2, temperature=0.5)
+
+
+def test_greedy_and_penalties() -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams(temperature=0.01).is_greedy
+    assert not SamplingParams().has_penalties
+    for field in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert SamplingParams(**{field: 0.5}).has_penalties
+
+
+def test_frozen() -> None:
+    with pytest.raises(AttributeError):
+        SamplingParams().n = 2  # type: ignore[misc]
+
+
+def test_stop_ids_are_checked_against_the_vocabulary() -> None:
+    SamplingParams(stop_token_ids=(0, 99)).check_token_ids(100)
+    for bad in (-1, 100):
+        with pytest.raises(InvalidRequestError, match="out of vocabulary") as caught:
+            SamplingParams(stop_token_ids=(0, bad)).check_token_ids(100)
+        assert caught.value.param == "stop_token_ids"
+
+
+@given(st.lists(st.integers(-(2**70), 2**70), max_size=20), st.integers(1, 2**20))
+def test_check_ids_accepts_exactly_the_vocabulary(ids: list[int], vocab_size: int) -> None:
+    if all(i in range(vocab_size) for i in ids):
+        check_ids(ids, vocab_size, param="prompt")
+    else:
+        with pytest.raises(InvalidRequestError, match="prompt"):
+            check_ids(ids, vocab_size, param="prompt")
+
+
+def test_a_long_list_of_bad_ids_is_cut_in_the_message() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_ids([10**9] * 100_000, 10, param="prompt")
+    assert len(caught.value.message) < 300
+
+
+def test_the_checks_hold_on_the_wire_too() -> None:
+    wire = msgspec.json.encode({"temperature": 0.5, "stop": ["a"]})
+    assert msgspec.json.decode(wire, type=SamplingParams) == SamplingParams(
+        temperature=0.5, stop=("a",)
+    )
+    # Defaults are not sent.
+    assert msgspec.json.encode(SamplingParams()) == b"{}"

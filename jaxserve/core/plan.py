@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from jaxserve.messages import TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: the tokens at positions ``[start, start + num_tokens)``.
 
         0 ........ start ................ start + num_tokens ......... tokens so far
         | computed | computed in this step | left for later steps      |
+
+    A msgspec struct, since one is made for every request in every step and they are cheap to make.
 
     Attributes:
       request_id: the request.

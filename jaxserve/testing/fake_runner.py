@@ -11,6 +11,7 @@ import itertools
 import threading
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -111,10 +112,12 @@ class FakeRunner:
         assert plan.step_id > self._last_step_id, "steps run in order"
         self._last_step_id = plan.step_id
         self._check(plan)
-        tokens = []
-        for part in plan.scheduled:
-            row = self._place(part)
+        rows = [self._place(part) for part in plan.scheduled]
+        self._check_owners(plan, rows)
+        for row, part in zip(rows, plan.scheduled, strict=True):
             self._write(row, part)
+        tokens = []
+        for row, part in zip(rows, plan.scheduled, strict=True):
             if part.samples:
                 row.last_token = self._sample(row, part)
                 tokens.append(row.last_token)
@@ -146,6 +149,16 @@ class FakeRunner:
         assert len(set(row.block_table)) == len(row.block_table), "a block twice in one table"
         return row
 
+    def _check_owners(self, plan: StepPlan, rows: list[_Row]) -> None:
+        """A block that a part writes to may be in no other table; full ones may be shared."""
+        holders = Counter(itertools.chain.from_iterable(row.block_table for row in rows))
+        for row, part in zip(rows, plan.scheduled, strict=True):
+            end = part.start + part.num_tokens
+            assert end <= len(row.block_table) * self._block_size, "a slot outside the row's blocks"
+            first, last = part.start // self._block_size, (end - 1) // self._block_size
+            written = row.block_table[first : last + 1]
+            assert all(holders[block] == 1 for block in written), "a block is written and shared"
+
     def _write(self, row: _Row, part: ScheduledRequest) -> None:
         end = part.start + part.num_tokens
         if part.token_ids:
@@ -155,7 +168,6 @@ class FakeRunner:
             tokens = [row.last_token]
             assert part.start == len(part.known_token_ids)
         assert len(tokens) == part.num_tokens
-        assert end <= len(row.block_table) * self._block_size, "a slot outside the row's blocks"
         for position, token in enumerate(tokens, part.start):
             block = row.block_table[position // self._block_size]
             self._cache[block][position % self._block_size] = token

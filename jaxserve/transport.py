@@ -66,7 +66,7 @@ class RequestSender:
     """The front's way to one engine. Connects when made, so make it when the engine is ready."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
-        self._socket = context.socket(zmq.PUSH, socket_class=zmq.Socket)
+        self._socket = zmq.Socket(context, zmq.PUSH)  # not an asyncio one: it never waits
         self._socket.set_hwm(0)
         # An engine that goes away does not come back at this address.
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
 
 FAILED_EXIT_CODE = 1
 """The engine's exit code when it failed; it has sent `EngineFailed` if it still could."""
@@ -54,8 +55,12 @@ class EngineProcess:
     started it ends.
     """
 
-    def __init__(self, launch: Launch, *, env: Mapping[str, str] | None = None) -> None:
-        """Starts the process. ``env``: variables for this engine, before all others."""
+    def __init__(self, launch: Launch) -> None:
+        """Starts the process.
+
+        Raises:
+          ConfigError: there are fewer devices than engines.
+        """
         self.engine = launch.engine
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = subprocess.Popen(
@@ -65,7 +70,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             bufsize=0,
             stdout=STDERR,
-            env=child_environment(os.environ, sys.path) | dict(env or {}),
+            env=child_environment(launch, os.environ, sys.path),
             start_new_session=True,
         )
         threading.Thread(
@@ -121,12 +126,32 @@ class EngineProcess:
         self._exit_code.set_result(exit_code)
 
 
-def child_environment(inherited: Mapping[str, str], module_path: list[str]) -> dict[str, str]:
+def child_environment(
+    launch: Launch, inherited: Mapping[str, str], module_path: list[str]
+) -> dict[str, str]:
     """The environment of an engine: the front's, its module search path, and our settings."""
     xla_flags = " ".join([*XLA_FLAGS, inherited.get("XLA_FLAGS", "")]).strip()
     return {
         **ENVIRONMENT,
         **inherited,
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in module_path),
         **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
+        **_own_device(launch, inherited),
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in module_path),
     }
+
+
+def _own_device(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Of several engines, each sees one GPU: by itself each would take the first."""
+    num_engines = launch.config.parallel.data_parallel_size
+    visible = inherited.get("CUDA_VISIBLE_DEVICES")
+    if num_engines == 1 or visible == "":
+        return {}
+    if visible is None:
+        return {"CUDA_VISIBLE_DEVICES": str(launch.engine)}
+    devices = visible.split(",")
+    if len(devices) < num_engines:
+        raise ConfigError(
+            f"--data-parallel-size {num_engines} needs as many GPUs, and CUDA_VISIBLE_DEVICES has "
+            f"{len(devices)}: {visible}"
+        )
+    return {"CUDA_VISIBLE_DEVICES": devices[launch.engine].strip()}

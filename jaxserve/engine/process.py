@@ -1,0 +1,219 @@
+"""An engine process: ``python -m jaxserve.engine.process``, started by `launcher.EngineProcess`.
+
+Three threads, so that sockets and encoding never hold up the device:
+
+    input thread    receive, decode ──> inbox
+    main thread     inbox ──> EngineCore.step ──> outbox          (jax lives here)
+    output thread   outbox ──> encode, send
+
+The process leaves on `Shutdown`, and at once when its standard input ends, which is how it knows
+that the front is gone. Interrupts and polite kills are the front's business: a service manager
+sends them to every process, and the front may want to finish what is running.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+import zmq
+
+from jaxserve.engine.built import BuiltEngine
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.launcher import FAILED_EXIT_CODE, Launch
+from jaxserve.errors import JaxserveError
+from jaxserve.messages import (
+    Abort,
+    EngineEvent,
+    EngineFailed,
+    EngineRequest,
+    RequestOutput,
+    Shutdown,
+    StepOutputs,
+    StepStats,
+    Submit,
+)
+from jaxserve.transport import EventSender, RequestReceiver
+
+HEARTBEAT_S = 1.0
+"""How often an idle engine says that it is there."""
+
+LINGER_S = 4.0
+"""How long the last events may take to reach the front."""
+
+PR_SET_PDEATHSIG = 1
+
+Inbox: TypeAlias = "queue.SimpleQueue[EngineRequest]"
+Outbox: TypeAlias = "queue.SimpleQueue[EngineEvent | None]"
+
+
+class EngineLoop:
+    """The main loop: takes what the front asks for, steps, and says what came of it."""
+
+    def __init__(
+        self, engine: int, core: EngineCore, inbox: Inbox, send: Callable[[EngineEvent], None]
+    ) -> None:
+        self._engine = engine
+        self._core = core
+        self._inbox = inbox
+        self._send = send
+        self._sent_stats: StepStats | None = None
+
+    def run(self) -> None:
+        """Returns on `Shutdown`; whatever a step raises is raised."""
+        while True:
+            idle = not self._core.has_work
+            request = self._wait() if idle else None
+            if not self._take(request):
+                return
+            outputs = self._core.step(time.monotonic()) if self._core.has_work else []
+            # Once more, so that the counts that the front balances by include what has just come.
+            if not self._take():
+                return
+            self._report(outputs, heartbeat=idle and request is None)
+
+    def _wait(self) -> EngineRequest | None:
+        """The next request, or None if there is none for the time of a heartbeat."""
+        try:
+            return self._inbox.get(timeout=HEARTBEAT_S)
+        except queue.Empty:
+            return None
+
+    def _take(self, request: EngineRequest | None = None) -> bool:
+        """Acts on ``request`` and on all that wait, in the order they came; False: leave."""
+        while True:
+            match request:
+                case Submit():
+                    self._core.add(request)
+                case Abort(request_ids=ids):
+                    self._core.abort(ids)
+                case Shutdown():
+                    return False
+            try:
+                request = self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+
+    def _report(self, outputs: list[RequestOutput], *, heartbeat: bool) -> None:
+        stats = self._core.stats()
+        if outputs or heartbeat or stats != self._sent_stats:
+            self._sent_stats = stats
+            self._send(StepOutputs(self._engine, time.monotonic(), outputs, stats))
+
+
+def main() -> int:
+    """Runs the engine that the first line of the standard input describes."""
+    # Also sets what happens when a terminal's Ctrl-C or `systemctl stop` reaches every process.
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    faulthandler.enable()
+    leave_with_parent()
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    _start_thread("parent", _leave_at_end_of_input)
+    logging.basicConfig(format=f"%(levelname)s engine {launch.engine}: %(message)s")
+    return serve(launch)
+
+
+def serve(launch: Launch) -> int:
+    """Runs an engine until it is told to leave or fails; returns the exit code."""
+    context = zmq.Context()
+    inbox: Inbox = queue.SimpleQueue()
+    outbox: Outbox = queue.SimpleQueue()
+    receiver = RequestReceiver(context, launch.requests_address)
+    sender = EventSender(context, launch.events_address)
+    output = _start_thread("output", _send_events, outbox, sender)
+    _start_thread("input", _receive_requests, receiver, inbox)
+    try:
+        built = load_factory(launch.factory)(launch.config, launch.engine, outbox.put)
+        # What was built lives as long as the process: the garbage collector need not look at it.
+        gc.freeze()
+        outbox.put(built.ready)
+        EngineLoop(launch.engine, built.core, inbox, outbox.put).run()
+        return 0
+    except Exception as error:
+        outbox.put(failure(launch.engine, error))
+        return FAILED_EXIT_CODE
+    finally:
+        outbox.put(None)
+        output.join()
+        # Waits for the last events to leave, and ends the input thread.
+        context.term()
+
+
+def load_factory(name: str) -> Callable[..., BuiltEngine]:
+    """The function that ``module:function`` names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def failure(engine: int, error: Exception) -> EngineFailed:
+    """What to tell the front about the exception that ends this engine."""
+    is_user_error = isinstance(error, JaxserveError)
+    kind = type(error).__name__
+    return EngineFailed(
+        engine,
+        message=str(error) if is_user_error else f"{kind}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        is_user_error=is_user_error,
+        error_type=kind,
+    )
+
+
+def leave_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends (Linux only).
+
+    This works when this process is stopped, or stuck in code that keeps the interpreter to itself.
+    The end of the standard input covers all else: other systems, and a parent that died before this
+    call.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _leave_at_end_of_input() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(0)
+
+
+def _receive_requests(receiver: RequestReceiver, inbox: Inbox) -> None:
+    while (request := receiver.receive()) is not None:
+        inbox.put(request)
+
+
+def _send_events(outbox: Outbox, sender: EventSender) -> None:
+    while (event := outbox.get()) is not None:
+        sender.send(event)
+    sender.close(linger_s=LINGER_S)
+
+
+def _start_thread(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
+    """Starts a thread without which the engine would be deaf or dumb: its failure ends all."""
+
+    def run() -> None:
+        try:
+            target(*args)
+        except Exception:
+            traceback.print_exc()
+            os._exit(FAILED_EXIT_CODE)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+if __name__ == "__main__":
+    sys.exit(main())

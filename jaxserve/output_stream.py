@@ -1,0 +1,55 @@
+"""The way of one request's outputs to its reader."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from jaxserve.errors import JaxserveError
+from jaxserve.messages import RequestOutput
+
+
+class OutputStream:
+    """Holds at most one output: what comes before it is read is merged into it.
+
+    So a slow reader costs no queue, and gets more at once instead. One task reads; writer and
+    reader run on the same event loop. Outputs belong to the stream from the moment they are pushed.
+    """
+
+    __slots__ = ("_changed", "_error", "_output")
+
+    def __init__(self) -> None:
+        self._output: RequestOutput | None = None
+        self._error: JaxserveError | None = None
+        self._changed = asyncio.Event()
+
+    def push(self, output: RequestOutput) -> None:
+        """Adds the next output."""
+        self._output = output if self._output is None else merged(self._output, output)
+        self._changed.set()
+
+    def fail(self, error: JaxserveError) -> None:
+        """Ends the stream with an error, after the output that is still to be read."""
+        self._error = error
+        self._changed.set()
+
+    async def next(self) -> RequestOutput:
+        """Waits for what has come since the last call. Raises what `fail` was given."""
+        await self._changed.wait()
+        if self._output is not None:
+            output, self._output = self._output, None
+            if self._error is None:
+                self._changed.clear()
+            return output
+        assert self._error is not None
+        raise self._error
+
+
+def merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Two outputs of one request as one. The lists of ``first`` are extended, not copied."""
+    first.token_ids.extend(second.token_ids)
+    if first.logprobs is not None and second.logprobs is not None:
+        first.logprobs.extend(second.logprobs)
+    logprobs = second.logprobs if first.logprobs is None else first.logprobs
+    return msgspec.structs.replace(second, token_ids=first.token_ids, logprobs=logprobs)

@@ -1,0 +1,97 @@
+"""The padded shapes that the step is compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxserve.core.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """A padded step: tokens, rows (one a request), and blocks in a row's block table.
+
+    If there are as many tokens as rows, every request has exactly one token. Ordered by what a
+    step costs: its tokens first.
+    """
+
+    num_tokens: int
+    num_rows: int
+    table_width: int
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether token r is that of request r."""
+        return self.num_tokens == self.num_rows
+
+    def holds(self, other: Bucket) -> bool:
+        """Whether a step of that size can be padded to this one."""
+        return (
+            self.num_tokens >= other.num_tokens
+            and self.num_rows >= other.num_rows
+            and self.table_width >= other.table_width
+            and (other.decode_only or not self.decode_only)
+        )
+
+
+MIN_ROWS = 2
+"""XLA's product of one row with a matrix is many times slower on a CPU than that of two."""
+
+FEW_ROWS = 8
+MIN_MIXED_TOKENS = 32
+
+
+class Buckets:
+    """All buckets of an engine, and the choice among them.
+
+    Few, since each is a program that has to be compiled:
+
+    * decode steps, in which every request has one token: 2, 4, 8, ... rows;
+    * mixed steps, in which some request has more: 32, 64, ... tokens, with either few rows (a
+      prompt arrives while little else goes on) or all of them. The number of rows of a mixed step
+      only decides how many logits are computed, so two sizes are enough.
+
+    Both times each width of the block tables.
+
+    Args:
+      max_num_seqs: requests in a step.
+      max_num_batched_tokens: tokens in a step; at least ``max_num_seqs``.
+      table_widths: widths of the block tables; the largest must hold the longest request.
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int, max_num_batched_tokens: int, table_widths: Iterable[int]
+    ) -> None:
+        max_rows = max(MIN_ROWS, max_num_seqs)
+        # One more than the rows at least, or else a mixed step would look like a decode step.
+        max_tokens = max(max_num_batched_tokens, max_rows + 1)
+        decode = [(rows, rows) for rows in powers_of_two(MIN_ROWS, max_rows)]
+        mixed = [
+            (tokens, rows)
+            for tokens in powers_of_two(min(MIN_MIXED_TOKENS, max_tokens), max_tokens)
+            for rows in {min(FEW_ROWS, max_rows), max_rows}
+            if tokens > rows
+        ]
+        self.all = tuple(
+            sorted(
+                Bucket(tokens, rows, width)
+                for tokens, rows in decode + mixed
+                for width in set(table_widths)
+            )
+        )
+
+    def smallest_for(self, plan: StepPlan, block_size: int) -> Bucket:
+        """The cheapest bucket that holds the plan."""
+        length = max((part.start + part.num_tokens for part in plan.scheduled), default=0)
+        size = Bucket(plan.num_tokens, len(plan.scheduled), -(-length // block_size))
+        return next(bucket for bucket in self.all if bucket.holds(size))
+
+
+def powers_of_two(first: int, last: int) -> list[int]:
+    """``first``, twice that and so on, and ``last`` as the end."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return [*sizes, last]

@@ -1,0 +1,37 @@
+"""Facts about the device that this process computes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import psutil
+
+from jaxserve.config import Device
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def current_device(*, memory_fraction: float = 1.0) -> Device:
+    """The default device of jax.
+
+    ``free_bytes`` is what is left now; on an accelerator, of ``memory_fraction`` of its memory.
+    """
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        name, flags = _cpu()
+        has_native_bf16 = bool({"avx512_bf16", "amx_bf16"} & flags)
+        return Device("cpu", name, psutil.virtual_memory().available, has_native_bf16)
+    stats = device.memory_stats()
+    free = int(stats["bytes_limit"] * memory_fraction) - stats["bytes_in_use"]
+    return Device("gpu", device.device_kind, max(free, 0), has_native_bf16=True)
+
+
+def _cpu() -> tuple[str, set[str]]:
+    """Name and feature flags of the first CPU, as far as the system tells."""
+    if not CPU_INFO.exists():
+        return "CPU", set()
+    first = CPU_INFO.read_text().split("\n\n")[0]
+    facts = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    facts = {key.strip(): value.strip() for key, value in facts.items()}
+    return facts.get("model name", "CPU"), set(facts.get("flags", "").split())

@@ -1,0 +1,159 @@
+"""Runs plans on the device."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.config import Sizes
+from jaxserve.core.plan import StepPlan, StepResult
+from jaxserve.messages import TokenLogprobs
+from jaxserve.ops.attention import AttentionBackend, KVCache
+from jaxserve.runner.batch import BatchBuilder
+from jaxserve.runner.buckets import Bucket, Buckets
+from jaxserve.runner.packing import pack
+from jaxserve.runner.sampling_batch import SamplingBatchBuilder
+from jaxserve.runner.step import LanguageModel, StepState, make_sample_step, make_step
+from jaxserve.sampling.logprobs import to_message
+from jaxserve.sampling.rows import GREEDY, SamplingFeatures
+from jaxserve.sampling.sampler import Sampled
+
+logger = logging.getLogger("jaxserve")
+
+WARM_FEATURES = (
+    GREEDY,
+    SamplingFeatures(random=True),
+    SamplingFeatures(random=True, filters=True),
+)
+"""What is compiled before the first request, for every number of rows."""
+
+NO_REQUESTS = StepPlan(step_id=-1, scheduled=())
+
+
+class ModelRunner:
+    """Holds weights, KV cache and last tokens on the device, and runs steps over them.
+
+    Steps run in the order in which they are given, so a step may use what the one before it
+    samples. `execute` does not wait for the device.
+
+    Args:
+      bind: makes the model from ``params``; called while a step is traced.
+      params: the weights, a pytree of device arrays.
+      kv: the KV cache. The runner owns it from now on.
+      attention: the kernels for the cache.
+      sizes: of the engine.
+      vocab_size: the width of the logits.
+      table_widths: the widths of block tables to compile for; see `Buckets`.
+    """
+
+    def __init__(
+        self,
+        bind: Callable[[Any], LanguageModel],
+        params: Any,
+        kv: KVCache,
+        *,
+        attention: AttentionBackend,
+        sizes: Sizes,
+        vocab_size: int,
+        table_widths: tuple[int, ...],
+    ) -> None:
+        rows = sizes.max_num_seqs
+        self._params = params
+        self._state = StepState(kv, jnp.zeros(rows, jnp.int32))
+        self._step = make_step(bind, attention)
+        self._sample_step = make_sample_step()
+        self._block_size = sizes.block_size
+        self.buckets = Buckets(
+            max_num_seqs=rows,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            table_widths=table_widths,
+        )
+        self._batch = BatchBuilder(
+            num_rows=rows,
+            table_width=max(table_widths),
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+        )
+        self._sampling = SamplingBatchBuilder(num_rows=rows, vocab_size=vocab_size)
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs compiled, or loaded from the cache of compiled programs, since the start."""
+        return self._step._cache_size() + self._sample_step._cache_size()  # type: ignore
+
+    def execute(self, plan: StepPlan) -> StepInFlight:
+        """Starts a step and returns without waiting for it."""
+        for part in plan.scheduled:
+            if part.is_new:
+                self._sampling.admit(part)
+        bucket = self.buckets.smallest_for(plan, self._block_size)
+        features = self._sampling.features(plan.sampling)
+        before, start = self.num_compilations, time.perf_counter()
+        step = self._run(plan, bucket, features)
+        if self.num_compilations > before:
+            seconds = time.perf_counter() - start
+            logger.warning("compiled during a request (%.1f s): %s, %s", seconds, bucket, features)
+        return step
+
+    def warm_up(self, on_program: Callable[[int, int, str], None]) -> None:
+        """Compiles every bucket, and the common ways to sample, by running them without requests.
+
+        ``on_program(done, total, name)`` is called before each program, and once at the end.
+        """
+        programs = [(bucket, GREEDY) for bucket in self.buckets.all]
+        cheapest = {bucket.num_rows: bucket for bucket in reversed(self.buckets.all)}
+        programs += [
+            (bucket, features) for bucket in cheapest.values() for features in WARM_FEATURES[1:]
+        ]
+        for done, (bucket, features) in enumerate(programs):
+            on_program(done, len(programs), _program_name(bucket, features))
+            self._run(NO_REQUESTS, bucket, features).result()
+        on_program(len(programs), len(programs), "")
+
+    def _run(self, plan: StepPlan, bucket: Bucket, features: SamplingFeatures) -> StepInFlight:
+        inputs = self._batch.build(plan, bucket, keep_tokens=features == GREEDY)
+        self._state, logits, tokens = self._step(self._params, self._state, pack(inputs))
+        sampled = Sampled(tokens, None)
+        if features != GREEDY:
+            rows = self._sampling.build(plan, bucket.num_rows, features)
+            last_tokens, sampled = self._sample_step(
+                logits, self._state.last_tokens, pack(rows), features=features
+            )
+            self._state = StepState(self._state.kv, last_tokens)
+        return StepInFlight(plan, sampled)
+
+
+class StepInFlight:
+    """A step under way."""
+
+    def __init__(self, plan: StepPlan, sampled: Sampled) -> None:
+        self._sampled = sampled
+        self._asked = [
+            (row, part.params.logprobs) for row, part in enumerate(plan.scheduled) if part.samples
+        ]
+        for array in jax.tree.leaves(sampled):
+            array.copy_to_host_async()
+
+    def result(self) -> StepResult:
+        """Waits for the step."""
+        sampled = jax.tree.map(np.asarray, self._sampled)
+        tokens = sampled.tokens[[row for row, _ in self._asked]].tolist()
+        if sampled.logprobs is None:
+            return StepResult(tokens)
+        logprobs: list[TokenLogprobs | None] = [
+            None if k is None else to_message(sampled.logprobs, row, token, k)
+            for (row, k), token in zip(self._asked, tokens, strict=True)
+        ]
+        return StepResult(tokens, logprobs)
+
+
+def _program_name(bucket: Bucket, features: SamplingFeatures) -> str:
+    if features != GREEDY:
+        return f"sampling of {bucket.num_rows} rows" + (", filtered" if features.filters else "")
+    return f"{bucket.num_tokens} tokens, {bucket.num_rows} rows, {bucket.table_width} blocks"

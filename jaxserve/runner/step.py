@@ -1,0 +1,99 @@
+"""The two jitted functions of an engine: the step, and the sampler after it when one is needed.
+
+The step runs the model, whose programs are large, for any kind of sampling. What is particular to
+a sampling parameter is in the sampler, whose programs are small. Buffers are donated here and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
+from jaxserve.runner.batch import StepInputs
+from jaxserve.runner.packing import Packed
+from jaxserve.sampling.rows import SamplingFeatures
+from jaxserve.sampling.sampler import Sampled, sample
+from jaxserve.sampling.vocabulary import argmax
+
+
+class LanguageModel(Protocol):
+    """What the step needs of a model."""
+
+    def __call__(
+        self, tokens: jax.Array, kv: KVCache, meta: AttentionMeta, *, attention: AttentionBackend
+    ) -> tuple[jax.Array, KVCache]:
+        """Hidden states [T, D] of tokens i32[T], and the cache with their keys and values."""
+        ...
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """f32[L, V] for hidden states [L, D]."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepState:
+    """What one step leaves to the next, on the device.
+
+    Attributes:
+      kv: the KV cache.
+      last_tokens: i32[S], the token sampled last in each of the engine's rows.
+    """
+
+    kv: KVCache
+    last_tokens: jax.Array
+
+
+StepFn = Callable[[Any, StepState, Packed], tuple[StepState, jax.Array, jax.Array]]
+SampleFn = Callable[..., tuple[jax.Array, Sampled]]
+
+
+def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend) -> StepFn:
+    """The jitted step.
+
+    ``(params, state, packed StepInputs) -> (state, logits f32[R, V], most likely tokens i32[R])``;
+    the state that is passed in is gone afterwards.
+
+    Args:
+      bind: makes the model from its parameters; called while tracing.
+      attention: the kernels for the cache.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(
+        params: Any, state: StepState, packed: Packed
+    ) -> tuple[StepState, jax.Array, jax.Array]:
+        inputs: StepInputs = packed.unpack()
+        known = inputs.sources < 0
+        tokens = jnp.where(known, inputs.tokens, state.last_tokens[inputs.sources])
+        model = bind(params)
+        hidden, kv = model(tokens, state.kv, inputs.meta, attention=attention)
+        logits = model.logits(hidden[inputs.last])
+        best = argmax(logits)
+        last_tokens = state.last_tokens.at[inputs.targets].set(best, mode="drop")
+        return StepState(kv, last_tokens), logits, best
+
+    return step
+
+
+def make_sample_step() -> SampleFn:
+    """The jitted sampler.
+
+    ``(logits f32[R, V], last_tokens i32[S], packed SamplingRows, features=SamplingFeatures) ->
+    (last_tokens, Sampled)``; the last tokens that are passed in are gone afterwards.
+    """
+
+    @functools.partial(jax.jit, static_argnames="features", donate_argnums=1)
+    def sample_step(
+        logits: jax.Array, last_tokens: jax.Array, packed: Packed, *, features: SamplingFeatures
+    ) -> tuple[jax.Array, Sampled]:
+        return sample(logits, last_tokens, packed.unpack(), features=features)
+
+    return sample_step

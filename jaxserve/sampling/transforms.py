@@ -1,0 +1,80 @@
+"""The stages that change logits before a token is taken, one function each.
+
+A stage maps logits f32[R, V] to logits of the same shape and does nothing, at no cost, unless
+`SamplingFeatures` says that some row needs it. To add one: write the function, put it in the tuple
+at its place, and give it what it needs to know about a row in `SamplingRows`.
+
+Tokens are removed by setting their logit to -inf. Filters keep every token that ties with the last
+one kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.sampling.rows import SMALL_TOP_K, SamplingFeatures, SamplingRows
+from jaxserve.sampling.vocabulary import kth_largest, top_k
+
+Transform = Callable[[jax.Array, SamplingRows, SamplingFeatures], jax.Array]
+"""(logits f32[R, V], rows, features) -> logits f32[R, V]"""
+
+
+def block_tokens(logits: jax.Array, rows: SamplingRows, features: SamplingFeatures) -> jax.Array:
+    """Removes the end tokens of requests that have not reached their min_tokens."""
+    if not features.blocked:
+        return logits
+    assert rows.blocked is not None
+    return logits.at[rows.blocked.rows, rows.blocked.ids].set(-jnp.inf, mode="drop")
+
+
+def penalise(logits: jax.Array, rows: SamplingRows, features: SamplingFeatures) -> jax.Array:
+    """Repetition penalty over all tokens so far, then frequency and presence over the generated."""
+    if not features.penalties:
+        return logits
+    assert rows.seen is not None
+    seen = rows.seen
+    values = logits.at[seen.rows, seen.ids].get(mode="fill", fill_value=0.0)
+    repetition = rows.repetition[seen.rows]
+    values = jnp.where(values > 0, values / repetition, values * repetition)
+    values -= rows.frequency[seen.rows] * seen.counts
+    values -= rows.presence[seen.rows] * (seen.counts > 0)
+    return logits.at[seen.rows, seen.ids].set(values, mode="drop")
+
+
+def scale_by_temperature(
+    logits: jax.Array, rows: SamplingRows, features: SamplingFeatures
+) -> jax.Array:
+    """Divides by the temperature; greedy rows stay as they are."""
+    return logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+
+
+def keep_min_p(logits: jax.Array, rows: SamplingRows, features: SamplingFeatures) -> jax.Array:
+    """Keeps tokens whose probability is at least min_p times that of the most likely one."""
+    if not features.filters:
+        return logits
+    least = logits.max(-1) + jnp.log(rows.min_p)
+    return jnp.where(logits >= least[:, None], logits, -jnp.inf)
+
+
+def keep_top_k(logits: jax.Array, rows: SamplingRows, features: SamplingFeatures) -> jax.Array:
+    """Keeps the top_k most likely tokens."""
+    if features.large_top_k:
+        least = kth_largest(logits, rows.top_k)
+    elif features.filters:
+        best, _ = top_k(logits, min(SMALL_TOP_K, logits.shape[1]))
+        last = jnp.minimum(rows.top_k, best.shape[1]) - 1
+        least = jnp.take_along_axis(best, last[:, None], 1)[:, 0]
+        least = jnp.where(rows.top_k < logits.shape[1], least, -jnp.inf)
+    else:
+        return logits
+    return jnp.where(logits >= least[:, None], logits, -jnp.inf)
+
+
+ALWAYS: tuple[Transform, ...] = (block_tokens, penalise)
+"""Stages that can change which token is the most likely, in order."""
+
+BEFORE_DRAW: tuple[Transform, ...] = (scale_by_temperature, keep_min_p, keep_top_k)
+"""Stages that cannot, in order; top-p comes last, as part of the draw."""

@@ -1,0 +1,99 @@
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.sampling import transforms
+from jaxserve.sampling.rows import BlockedTokens, SamplingFeatures, SeenTokens
+
+V = 300
+
+
+@pytest.fixture
+def logits() -> np.ndarray:
+    return np.round(np.random.default_rng(0).normal(size=(4, V)) * 3, 1).astype(np.float32)
+
+
+def ints(*values: int) -> jnp.ndarray:
+    return jnp.array(values, jnp.int32)
+
+
+def test_blocked_tokens_are_removed_and_padding_is_harmless(logits, make_rows):
+    blocked = BlockedTokens(rows=ints(0, 0, 3, 4, 4), ids=ints(5, 6, 299, 0, 1))
+    rows = make_rows(4, V, blocked=blocked)
+    changed = transforms.block_tokens(jnp.asarray(logits), rows, SamplingFeatures(blocked=True))
+    expected = logits.copy()
+    expected[[0, 0, 3], [5, 6, 299]] = -np.inf
+    np.testing.assert_array_equal(changed, expected)
+
+
+def reference_penalties(logits, prompt, output, repetition, frequency, presence):
+    """One row, token by token, as the OpenAI and Hugging Face documents define them."""
+    changed = logits.astype(np.float64)
+    for token in {*prompt, *output}:
+        value = changed[token]
+        changed[token] = value / repetition if value > 0 else value * repetition
+        count = output.count(token)
+        changed[token] -= frequency * count + presence * (count > 0)
+    return changed
+
+
+@pytest.mark.parametrize("pending", [None, 7, 8, 200])
+def test_penalties_count_prompt_output_and_the_pending_token(logits, make_rows, pending):
+    prompt, output = [1, 2, 7], [7, 7, 8, 9]
+    known = sorted({*prompt, *output})
+    seen = SeenTokens(
+        rows=ints(*[1] * len(known), 4, 4, 4),
+        ids=ints(*known, 0, 7, 8),
+        counts=ints(*[output.count(token) for token in known], 0, 0, 0),
+        pending=ints(-1, -1 if pending is None else 6, -1, -1),
+    )
+    last_tokens = ints(7, 7, 8, 200, 1, 1, pending or 0, 8)
+    rows = make_rows(4, V, seen=seen, repetition=1.3, frequency=0.5, presence=0.25)
+    rows = dataclasses.replace(rows, seen=rows.seen.with_pending(last_tokens))
+    changed = transforms.penalise(jnp.asarray(logits), rows, SamplingFeatures(penalties=True))
+    expected = logits.astype(np.float64)
+    output = output if pending is None else [*output, pending]
+    expected[1] = reference_penalties(logits[1], prompt, output, 1.3, 0.5, 0.25)
+    np.testing.assert_allclose(changed, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_temperature_divides_and_leaves_greedy_rows(logits, make_rows):
+    rows = make_rows(4, V, temperature=[0, 0.5, 1, 2])
+    changed = transforms.scale_by_temperature(
+        jnp.asarray(logits), rows, SamplingFeatures(random=True)
+    )
+    np.testing.assert_allclose(changed, logits / np.array([[1], [0.5], [1], [2]]), rtol=1e-6)
+
+
+def test_min_p_is_relative_to_the_most_likely_token(logits, make_rows):
+    min_p = np.array([0, 0.1, 0.5, 1])
+    rows = make_rows(4, V, min_p=min_p)
+    features = SamplingFeatures(random=True, filters=True)
+    changed = np.asarray(transforms.keep_min_p(jnp.asarray(logits), rows, features))
+    ratio = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    np.testing.assert_array_equal(np.isfinite(changed), ratio >= min_p[:, None])
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_top_k_keeps_the_k_largest_and_their_ties(logits, make_rows, large):
+    top_k = [1, 5, 290 if large else 64, V]
+    rows = make_rows(4, V, top_k=top_k)
+    features = SamplingFeatures(random=True, filters=True, large_top_k=large)
+    changed = np.asarray(transforms.keep_top_k(jnp.asarray(logits), rows, features))
+    for row, k in enumerate(top_k):
+        least = np.sort(logits[row])[::-1][k - 1]
+        np.testing.assert_array_equal(
+            changed[row], np.where(logits[row] >= least, logits[row], -np.inf)
+        )
+
+
+@pytest.mark.parametrize(
+    "transform", [transforms.block_tokens, transforms.penalise, transforms.keep_min_p,
+                  transforms.keep_top_k]
+)  # fmt: skip
+def test_a_stage_that_nobody_needs_does_nothing(logits, make_rows, transform):
+    given = jnp.asarray(logits)
+    rows = make_rows(4, V, min_p=0.5, top_k=3)
+    assert transform(given, rows, SamplingFeatures(random=True)) is given

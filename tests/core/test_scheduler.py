@@ -1,0 +1,455 @@
+"""Plans looked at one by one. That all of it gives right answers: test_scheduler_properties.py."""
+
+import pytest
+
+from jaxserve.core.plan import StepResult
+from jaxserve.core.scheduler import Scheduler
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError
+from jaxserve.messages import FinishReason, Submit, TokenLogprobs
+from jaxserve.sampling_params import SamplingParams
+
+EOS, OTHER = 2, 5
+
+
+def make_scheduler(**sizes):
+    defaults = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 100,
+        "num_blocks": 33,
+        "block_size": 4,
+    }
+    return Scheduler(**{**defaults, **sizes})
+
+
+def submit(request_id, num_prompt_tokens=3, *, priority=0, arrival_s=0.0, prior=0, **params):
+    params = SamplingParams(**{"seed": 0, **params})
+    prompt = [10 + i for i in range(num_prompt_tokens)]
+    return Submit(
+        request_id,
+        prompt,
+        params,
+        eos_token_id=EOS,
+        priority=priority,
+        arrival_s=arrival_s,
+        num_prior_tokens=prior,
+    )
+
+
+def add(scheduler, *request_ids, **options):
+    for request_id in request_ids:
+        scheduler.add(submit(request_id, **options))
+
+
+def update(scheduler, plan, token=OTHER, **tokens):
+    """Takes in a step that sampled ``token`` everywhere but for the requests in ``tokens``."""
+    sampled = [tokens.get(part.request_id, token) for part in plan.sampling]
+    return scheduler.update(plan, StepResult(sampled))
+
+
+def shape(plan):
+    """What a plan runs, as (request, start, number of tokens, samples)."""
+    return [(p.request_id, p.start, p.num_tokens, p.samples) for p in plan.scheduled]
+
+
+def parts(plan):
+    return {part.request_id: part for part in plan.scheduled}
+
+
+class TestOneAfterTheOther:
+    def test_a_request_is_prefilled_then_decoded_one_token_a_step(self):
+        scheduler = make_scheduler()
+        add(scheduler, "a", num_prompt_tokens=5)
+        plan = scheduler.schedule(now=7.0)
+        (part,) = plan.scheduled
+        assert shape(plan) == [("a", 0, 5, True)]
+        assert part.token_ids == [10, 11, 12, 13, 14]
+        assert part.is_new
+        assert part.row == 0
+        assert (part.block_offset, list(part.new_block_ids)) == (0, [1, 2])
+        assert (part.num_prompt_tokens, part.eos_token_id) == (5, EOS)
+        (output,) = update(scheduler, plan, a=42)
+        assert (output.token_ids, output.finish_reason, output.scheduled_s) == ([42], None, 7.0)
+
+        plan = scheduler.schedule(now=8.0)
+        (part,) = plan.scheduled
+        assert shape(plan) == [("a", 5, 1, True)]
+        assert part.token_ids == [42]
+        assert not part.is_new
+        assert list(part.new_block_ids) == []
+        assert part.known_token_ids == [10, 11, 12, 13, 14, 42]
+        (output,) = update(scheduler, plan, a=EOS)
+        assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, None)
+        assert output.scheduled_s == 7.0
+        assert not scheduler.has_work
+        assert scheduler.schedule(now=9.0) is None
+        assert scheduler.stats().kv_usage == 0
+
+    def test_a_block_is_added_when_the_last_one_is_full(self):
+        scheduler = make_scheduler()
+        add(scheduler, "a", num_prompt_tokens=3)
+        update(scheduler, scheduler.schedule(0.0))
+        grown = []
+        for _ in range(6):
+            plan = scheduler.schedule(0.0)
+            part = plan.scheduled[0]
+            grown.append((part.block_offset, list(part.new_block_ids)))
+            update(scheduler, plan)
+        assert grown == [(1, []), (1, [2]), (2, []), (2, []), (2, []), (2, [3])]
+
+    def test_a_long_prompt_is_cut_to_the_budget_and_samples_at_its_end(self):
+        scheduler = make_scheduler(max_num_batched_tokens=8)
+        add(scheduler, "a", num_prompt_tokens=20)
+        shapes, outputs = [], []
+        for _ in range(4):
+            plan = scheduler.schedule(0.0)
+            shapes += shape(plan)
+            outputs += update(scheduler, plan)
+        assert shapes == [
+            ("a", 0, 8, False),
+            ("a", 8, 8, False),
+            ("a", 16, 4, True),
+            ("a", 20, 1, True),
+        ]
+        assert len(outputs) == 2
+
+    def test_running_requests_come_first_and_one_token_parts_before_longer_ones(self):
+        scheduler = make_scheduler(max_num_batched_tokens=8)
+        add(scheduler, "a", num_prompt_tokens=3)
+        add(scheduler, "b", num_prompt_tokens=12)
+        plan = scheduler.schedule(0.0)
+        assert shape(plan) == [("a", 0, 3, True), ("b", 0, 5, False)]
+        update(scheduler, plan)
+        add(scheduler, "c", num_prompt_tokens=1)
+        plan = scheduler.schedule(0.0)
+        assert shape(plan) == [("a", 3, 1, True), ("b", 5, 7, True)]
+        update(scheduler, plan)
+        plan = scheduler.schedule(0.0)
+        assert shape(plan) == [("a", 4, 1, True), ("b", 12, 1, True), ("c", 0, 1, True)]
+
+    def test_decodes_get_their_token_even_beside_a_prompt_that_goes_before_them(self):
+        scheduler = make_scheduler(max_num_batched_tokens=8, policy="priority")
+        add(scheduler, "low", priority=9)
+        update(scheduler, scheduler.schedule(0.0))
+        add(scheduler, "high", num_prompt_tokens=40, priority=-9)
+        update(scheduler, scheduler.schedule(0.0))
+        plan = scheduler.schedule(0.0)
+        assert shape(plan) == [("low", 4, 1, True), ("high", 7, 7, False)]
+
+    def test_a_one_token_chunk_of_a_prompt_counts_among_the_one_token_parts(self):
+        scheduler = make_scheduler(max_num_batched_tokens=5)
+        add(scheduler, "a", num_prompt_tokens=4)
+        add(scheduler, "b", num_prompt_tokens=4)
+        plan = scheduler.schedule(0.0)
+        assert shape(plan) == [("b", 0, 1, False), ("a", 0, 4, True)]
+        outputs = scheduler.update(plan, StepResult([42]))
+        assert [(o.request_id, o.token_ids) for o in outputs] == [("a", [42])]
+
+    def test_logprobs_go_to_those_that_asked(self):
+        scheduler = make_scheduler()
+        add(scheduler, "a")
+        add(scheduler, "b", logprobs=1)
+        plan = scheduler.schedule(0.0)
+        logprobs = TokenLogprobs([5, 5], [-1.0, -1.0], 1)
+        a, b = scheduler.update(plan, StepResult([5, 5], [None, logprobs]))
+        assert a.logprobs is None
+        assert b.logprobs == [logprobs]
+
+
+class TestAdmission:
+    def test_rows_are_the_lowest_free_ones_and_bound_what_runs(self):
+        scheduler = make_scheduler(max_num_seqs=3)
+        add(scheduler, *"abcd")
+        plan = scheduler.schedule(0.0)
+        assert {i: p.row for i, p in parts(plan).items()} == {"a": 0, "b": 1, "c": 2}
+        update(scheduler, plan, a=EOS, b=EOS)
+        add(scheduler, "e")
+        new = parts(scheduler.schedule(0.0))
+        assert {i: (p.row, p.is_new) for i, p in new.items()} == {
+            "c": (2, False),
+            "d": (0, True),
+            "e": (1, True),
+        }
+
+    def test_the_head_is_not_overtaken_for_lack_of_blocks(self):
+        scheduler = make_scheduler(num_blocks=8 + 1)
+        add(scheduler, "a", num_prompt_tokens=4 * 5)
+        add(scheduler, "b", num_prompt_tokens=4 * 4)
+        add(scheduler, "c", num_prompt_tokens=1)
+        plan = scheduler.schedule(0.0)
+        assert shape(plan) == [("a", 0, 20, True)]
+        update(scheduler, plan, a=EOS)
+        assert [p.request_id for p in scheduler.schedule(0.0).scheduled] == ["c", "b"]
+
+    def test_the_whole_prompt_must_fit_not_only_its_first_chunk(self):
+        scheduler = make_scheduler(num_blocks=8 + 1, max_num_batched_tokens=8)
+        add(scheduler, "a", num_prompt_tokens=4)
+        update(scheduler, scheduler.schedule(0.0))
+        add(scheduler, "b", num_prompt_tokens=28)
+        plan = scheduler.schedule(0.0)
+        # One block for a's next token leaves 6 of the 7 that b needs.
+        assert shape(plan) == [("a", 4, 1, True)]
+
+    def test_a_request_whose_chunks_are_under_way_keeps_its_blocks_from_others(self):
+        scheduler = make_scheduler(num_blocks=8 + 1, max_num_batched_tokens=8)
+        add(scheduler, "a", num_prompt_tokens=24)
+        add(scheduler, "b", num_prompt_tokens=12)
+        for _ in range(3):
+            plan = scheduler.schedule(0.0)
+            assert [p.request_id for p in plan.scheduled] == ["a"]
+            update(scheduler, plan)
+
+    @pytest.mark.parametrize(
+        ("num_prompt_tokens", "max_tokens", "param"),
+        [(100, None, "prompt"), (90, 11, "max_tokens")],
+    )
+    def test_what_can_never_fit_is_refused_at_the_door(self, num_prompt_tokens, max_tokens, param):
+        scheduler = make_scheduler()
+        with pytest.raises(ContextLengthError) as caught:
+            add(scheduler, "a", num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+        assert caught.value.param == param
+        assert not scheduler.has_work
+
+    def test_an_id_in_use_is_refused_and_its_owner_goes_on(self):
+        scheduler = make_scheduler()
+        add(scheduler, "a")
+        with pytest.raises(InvalidRequestError, match="in use"):
+            add(scheduler, "a")
+        assert scheduler.stats().num_waiting == 1
+
+    def test_a_request_that_has_all_its_tokens_already_is_refused(self):
+        scheduler = make_scheduler()
+        with pytest.raises(InvalidRequestError, match="4 tokens"):
+            add(scheduler, "a", num_prompt_tokens=7, prior=4, max_tokens=4)
+        add(scheduler, "a", num_prompt_tokens=7, prior=4, max_tokens=5)
+
+    def test_an_unknown_policy_is_a_config_error_that_lists_the_known_ones(self):
+        with pytest.raises(ConfigError, match="fcfs, priority.*'lifo'"):
+            make_scheduler(policy="lifo")
+
+    @pytest.mark.parametrize(("num_prompt_tokens", "num_answer_tokens"), [(99, 1), (97, 3)])
+    def test_an_answer_ends_where_the_context_does(self, num_prompt_tokens, num_answer_tokens):
+        scheduler = make_scheduler(max_num_batched_tokens=128)
+        add(scheduler, "a", num_prompt_tokens=num_prompt_tokens)
+        outputs = []
+        while scheduler.has_work:
+            outputs += update(scheduler, scheduler.schedule(0.0))
+        reasons = [output.finish_reason for output in outputs]
+        assert reasons == [None] * (num_answer_tokens - 1) + [FinishReason.LENGTH]
+
+    def test_tokens_of_an_engine_that_died_are_computed_again_as_output(self):
+        scheduler = make_scheduler()
+        add(scheduler, "a", num_prompt_tokens=5, prior=2, max_tokens=3)
+        plan = scheduler.schedule(0.0)
+        (part,) = plan.scheduled
+        assert shape(plan) == [("a", 0, 5, True)]
+        assert part.num_prompt_tokens == 3
+        (output,) = update(scheduler, plan)
+        assert output.token_ids == [OTHER]
+        assert output.finish_reason == FinishReason.LENGTH
+        assert scheduler.stats().total_prompt_tokens == 0
+        assert scheduler.stats().total_generation_tokens == 1
+
+
+class TestPreemption:
+    def two_that_fill_the_pool(self, **sizes):
+        """a and b, 8 tokens each in 2 blocks of the 4 there are; both need a third one now."""
+        scheduler = make_scheduler(num_blocks=4 + 1, **sizes)
+        add(scheduler, "a", "b", num_prompt_tokens=8)
+        update(scheduler, scheduler.schedule(0.0), a=20, b=30)
+        return scheduler
+
+    def test_the_last_one_gives_way_and_keeps_its_tokens(self):
+        scheduler = self.two_that_fill_the_pool()
+        add(scheduler, "c", num_prompt_tokens=1)
+        plan = scheduler.schedule(0.0)
+        assert shape(plan) == [("a", 8, 1, True)], "nothing is admitted in a step that preempted"
+        stats = scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.total_preemptions) == (1, 2, 1)
+        update(scheduler, plan, a=EOS)
+        plan = scheduler.schedule(1.0)
+        assert shape(plan) == [("c", 0, 1, True), ("b", 0, 9, True)]
+        b = parts(plan)["b"]
+        assert b.token_ids == [*range(10, 18), 30]
+        assert b.is_new
+        assert b.row == 0, "rows are given out anew, in the order of admission"
+        assert b.num_prompt_tokens == 8
+        output = update(scheduler, plan)[-1]
+        assert (output.request_id, output.scheduled_s) == ("b", 0.0)
+
+    def test_a_preempted_request_waits_before_all_others(self):
+        scheduler = self.two_that_fill_the_pool()
+        add(scheduler, "c", num_prompt_tokens=1)
+        update(scheduler, scheduler.schedule(0.0))
+        # b needs 3 blocks and 1 is free, so c, for which there is room, waits behind it.
+        assert shape(scheduler.schedule(0.0)) == [("a", 9, 1, True)]
+
+    def test_the_worst_by_priority_gives_way(self):
+        scheduler = make_scheduler(num_blocks=6 + 1, policy="priority")
+        for request_id, priority, arrival_s in [("a", 5, 0.0), ("b", 0, 1.0), ("c", 5, 2.0)]:
+            add(
+                scheduler,
+                request_id,
+                num_prompt_tokens=8,
+                priority=priority,
+                arrival_s=arrival_s,
+            )
+        update(scheduler, scheduler.schedule(0.0))
+        plan = scheduler.schedule(0.0)
+        # c, the latest of the worst, makes room for both others.
+        assert shape(plan) == [("b", 8, 1, True), ("a", 8, 1, True)]
+        assert scheduler.stats().total_preemptions == 1
+
+    def test_a_better_priority_does_not_preempt_without_need(self):
+        scheduler = make_scheduler(policy="priority")
+        add(scheduler, "a", priority=5)
+        update(scheduler, scheduler.schedule(0.0))
+        add(scheduler, "b", priority=0)
+        assert {p.request_id for p in scheduler.schedule(0.0).scheduled} == {"a", "b"}
+        assert scheduler.stats().total_preemptions == 0
+
+    def test_better_priorities_are_admitted_first(self):
+        scheduler = make_scheduler(policy="priority", max_num_seqs=2)
+        add(scheduler, "a", priority=1)
+        add(scheduler, "b", priority=0, arrival_s=2.0)
+        add(scheduler, "c", priority=0, arrival_s=1.0)
+        assert [p.request_id for p in scheduler.schedule(0.0).scheduled] == ["c", "b"]
+
+    def test_a_preempted_request_can_be_aborted(self):
+        scheduler = self.two_that_fill_the_pool()
+        add(scheduler, "c", num_prompt_tokens=1)
+        update(scheduler, scheduler.schedule(0.0))
+        scheduler.abort(["b"])
+        assert shape(scheduler.schedule(0.0)) == [("a", 9, 1, True), ("c", 0, 1, True)]
+
+
+class TestAbort:
+    def test_waiting_and_running_requests_vanish_and_free_what_they_hold(self):
+        scheduler = make_scheduler(max_num_seqs=2)
+        add(scheduler, *"abcd")
+        plan = scheduler.schedule(0.0)
+        update(scheduler, plan)
+        scheduler.abort(["a", "c", "nobody"])
+        assert {i: p.row for i, p in parts(scheduler.schedule(0.0)).items()} == {"b": 1, "d": 0}
+        scheduler.abort(["b", "d"])
+        assert not scheduler.has_work
+        stats = scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
+
+    def test_a_step_under_way_is_dropped_even_if_the_id_is_used_again(self):
+        scheduler = make_scheduler()
+        add(scheduler, "a", "b")
+        plan = scheduler.schedule(0.0)
+        scheduler.abort(["a"])
+        add(scheduler, "a", num_prompt_tokens=2)
+        again = scheduler.schedule(0.0)
+        assert shape(again) == [("b", 3, 1, True), ("a", 0, 2, True)]
+        outputs = update(scheduler, plan, a=20, b=30)
+        assert [(o.request_id, o.token_ids) for o in outputs] == [("b", [30])]
+        outputs = update(scheduler, again, a=40, b=50)
+        assert [(o.request_id, o.token_ids) for o in outputs] == [("b", [50]), ("a", [40])]
+
+
+class TestTwoStepsUnderWay:
+    def test_a_token_that_only_the_device_knows_is_planned_for_without_its_id(self):
+        scheduler = make_scheduler()
+        add(scheduler, "a")
+        first = scheduler.schedule(0.0)
+        assert first.scheduled[0].num_unknown_tokens == 0
+        second = scheduler.schedule(0.0)
+        assert shape(second) == [("a", 3, 1, True)]
+        (part,) = second.scheduled
+        assert part.token_ids == []
+        assert part.num_unknown_tokens == 1
+        assert part.known_token_ids == [10, 11, 12]
+        update(scheduler, first, a=20)
+        third = scheduler.schedule(0.0)
+        (part,) = third.scheduled
+        assert shape(third) == [("a", 4, 1, True)]
+        assert part.token_ids == []
+        assert part.num_unknown_tokens == 1
+        assert part.known_token_ids == [10, 11, 12, 20]
+
+    def test_a_request_known_to_end_is_not_scheduled_one_step_too_far(self):
+        scheduler = make_scheduler()
+        add(scheduler, "a", max_tokens=2)
+        first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
+        assert len(second.scheduled) == 1
+        update(scheduler, first)
+        assert scheduler.schedule(0.0) is None
+        (output,) = update(scheduler, second)
+        assert output.finish_reason == FinishReason.LENGTH
+        assert not scheduler.has_work
+
+    def test_one_that_ended_with_a_step_under_way_makes_room_at_once(self):
+        scheduler = make_scheduler(max_num_seqs=1, num_blocks=2 + 1)
+        add(scheduler, "a", num_prompt_tokens=3)
+        add(scheduler, "b", num_prompt_tokens=7)
+        first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
+        (output,) = update(scheduler, first, a=EOS)
+        assert output.finish_reason == FinishReason.STOP
+        third = scheduler.schedule(0.0)
+        (part,) = third.scheduled
+        assert (part.request_id, part.row, part.is_new) == ("b", 0, True)
+        assert sorted(part.new_block_ids) == [1, 2]
+        assert update(scheduler, second) == []
+        assert [o.request_id for o in update(scheduler, third)] == ["b"]
+        assert scheduler.stats().total_generation_tokens == 2
+
+    def test_a_token_under_way_still_reaches_a_request_that_was_preempted(self):
+        scheduler = make_scheduler(num_blocks=4 + 1)
+        add(scheduler, "a", "b", num_prompt_tokens=8)
+        first = scheduler.schedule(0.0)
+        second = scheduler.schedule(0.0)
+        assert shape(second) == [("a", 8, 1, True)]
+        assert scheduler.stats().num_waiting == 1
+        scheduler.abort(["a"])
+        # There is room for b now, but its ninth token is not known yet.
+        assert scheduler.schedule(0.0) is None
+        (output,) = update(scheduler, first, b=30)
+        assert (output.request_id, output.token_ids) == ("b", [30])
+        third = scheduler.schedule(0.0)
+        assert shape(third) == [("b", 0, 9, True)]
+        assert third.scheduled[0].token_ids == [*range(10, 18), 30]
+        assert update(scheduler, second) == []
+
+    def test_a_preempted_request_may_turn_out_to_have_ended(self):
+        scheduler = make_scheduler(num_blocks=4 + 1)
+        add(scheduler, "a", "b", num_prompt_tokens=8)
+        first = scheduler.schedule(0.0)
+        scheduler.schedule(0.0)
+        outputs = update(scheduler, first, b=EOS)
+        assert [o.finish_reason for o in outputs] == [None, FinishReason.STOP]
+        assert scheduler.stats().num_waiting == 0
+
+    def test_an_abort_while_under_way_drops_what_comes(self):
+        scheduler = make_scheduler()
+        add(scheduler, "a", "b")
+        first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
+        scheduler.abort(["a"])
+        assert [o.request_id for o in update(scheduler, first)] == ["b"]
+        assert [o.request_id for o in update(scheduler, second)] == ["b"]
+
+
+def test_counters():
+    scheduler = make_scheduler(num_blocks=4 + 1)
+    add(scheduler, "a", "b", num_prompt_tokens=8, max_tokens=3)
+    while scheduler.has_work:
+        update(scheduler, scheduler.schedule(0.0))
+    # Both are prefilled; b makes way for a, which takes two steps to end; then b takes two.
+    stats = scheduler.stats()
+    assert stats.total_steps == 5
+    assert stats.total_preemptions == 1
+    assert stats.total_prompt_tokens == 16, "computing a prompt again does not count"
+    assert stats.total_generation_tokens == 6
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
+
+
+def test_usage_while_running():
+    scheduler = make_scheduler(num_blocks=10 + 1)
+    add(scheduler, "a", num_prompt_tokens=5)
+    add(scheduler, "b", num_prompt_tokens=36)
+    scheduler.schedule(0.0)
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 1)
+    assert stats.kv_usage == pytest.approx(0.2)

@@ -1,0 +1,277 @@
+"""Whatever comes in whichever order, every request gets the tokens that it would get alone."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, given, settings
+
+from jaxserve.core.limits import context_length
+from jaxserve.core.scheduler import Scheduler
+from jaxserve.engine.core import EngineCore
+from jaxserve.messages import FinishReason, Submit
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
+
+EOS = 3
+MODEL = FakeModel(vocab_size=12)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, the turn in which it comes, and the one in which it is aborted, if it is."""
+
+    turn: int
+    prompt: list[int]
+    params: SamplingParams
+    has_eos: bool
+    priority: int
+    num_prior_tokens: int
+    aborted_after: int | None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    depth: int
+    policy: str
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    spare_budget: int
+    max_model_len: int
+    arrivals: list[Arrival]
+
+    @property
+    def sizes(self):
+        return {
+            "max_model_len": self.max_model_len,
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+        }
+
+    @property
+    def budget(self):
+        return self.max_num_seqs + self.spare_budget
+
+
+@st.composite
+def params(draw):
+    max_tokens = draw(st.none() | st.integers(1, 16))
+    return SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 1.0])),
+        seed=draw(st.integers(-5, 5)),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, min(max_tokens or 16, 6))),
+        stop_token_ids=tuple(draw(st.lists(st.integers(0, 11), max_size=1))),
+    )
+
+
+arrivals = st.builds(
+    Arrival,
+    turn=st.integers(0, 12),
+    prompt=st.lists(st.integers(0, 11), min_size=1, max_size=16),
+    params=params(),
+    has_eos=st.booleans(),
+    priority=st.integers(0, 2),
+    num_prior_tokens=st.sampled_from([0, 0, 0, 1, 3]),
+    aborted_after=st.none() | st.none() | st.integers(0, 12),
+)
+scenarios = st.builds(
+    Scenario,
+    depth=st.sampled_from([1, 2]),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    block_size=st.integers(1, 5),
+    num_blocks=st.integers(4, 24),
+    max_num_seqs=st.integers(1, 5),
+    spare_budget=st.integers(0, 12),
+    max_model_len=st.integers(8, 40),
+    arrivals=st.lists(arrivals, min_size=3, max_size=10),
+)
+
+
+class Watched:
+    """A runner that holds every plan against the limits, and counts what is worth seeing."""
+
+    def __init__(self, scenario, seen):
+        self._scenario = scenario
+        self._seen = seen
+        self._runner = FakeRunner(
+            MODEL, num_blocks=scenario.num_blocks, block_size=scenario.block_size
+        )
+
+    @property
+    def num_compilations(self):
+        return self._runner.num_compilations
+
+    def execute(self, plan):
+        assert plan.num_tokens <= self._scenario.budget
+        assert len(plan.scheduled) <= self._scenario.max_num_seqs
+        for part in plan.scheduled:
+            assert 0 <= part.row < self._scenario.max_num_seqs
+            self._seen["chunks"] += not part.samples
+            self._seen["unknown tokens"] += part.num_unknown_tokens
+        self._seen["sampled"] += len(plan.sampling)
+        return self._runner.execute(plan)
+
+
+@dataclass
+class Story:
+    """What has become of a request."""
+
+    arrival: Arrival
+    whole_answer: list[int]
+    tokens: list[int] = field(default_factory=list)
+    scheduled_s: float | None = None
+    finish_reason: int | None = None
+    stop_reason: int | None = None
+    aborted: bool = False
+
+    @property
+    def is_over(self):
+        return self.aborted or self.finish_reason is not None
+
+
+def whole_answer(scenario, arrival):
+    """What the request gets alone, or None if it is too long for these sizes."""
+    context = context_length(**scenario.sizes)
+    limit, num_prior = arrival.params.max_tokens, arrival.num_prior_tokens
+    num_prompt_tokens = len(arrival.prompt) - num_prior
+    if num_prompt_tokens < 1 or num_prompt_tokens + (limit or 1) > context:
+        return None
+    if (limit is not None and num_prior >= limit) or len(arrival.prompt) >= context:
+        return None
+    alone = SamplingParams(
+        temperature=arrival.params.temperature,
+        seed=arrival.params.seed,
+        max_tokens=None if limit is None else limit - num_prior,
+        min_tokens=max(0, arrival.params.min_tokens - num_prior),
+        stop_token_ids=arrival.params.stop_token_ids,
+    )
+    eos = EOS if arrival.has_eos else None
+    return expected_tokens(arrival.prompt, alone, MODEL, context_length=context, eos_token_id=eos)
+
+
+def play(scenario):
+    """Runs a scenario to its end and checks all that must hold; returns what was seen."""
+    seen = Counter()
+    scheduler = Scheduler(
+        max_num_seqs=scenario.max_num_seqs,
+        max_num_batched_tokens=scenario.budget,
+        policy=scenario.policy,
+        **scenario.sizes,
+    )
+    core = EngineCore(scheduler, Watched(scenario, seen), depth=scenario.depth)
+    stories = {}
+    last_turn = max(arrival.turn for arrival in scenario.arrivals)
+    turn = 0
+    while turn <= last_turn or core.has_work:
+        for i, arrival in enumerate(scenario.arrivals):
+            if arrival.turn == turn:
+                answer = whole_answer(scenario, arrival)
+                stories[str(i)] = Story(arrival, answer)
+                core.add(make_submit(str(i), arrival, turn))
+        for output in core.step(float(turn)):
+            note(stories[output.request_id], output)
+        for request_id, story in stories.items():
+            after = story.arrival.aborted_after
+            if after is not None and turn == story.arrival.turn + after and not story.is_over:
+                core.abort([request_id])
+                story.aborted = True
+        check_state(scheduler, stories)
+        turn += 1
+        assert turn < bound(scenario), "requests starve"
+    check_end(scenario, core, stories)
+    stats = core.stats()
+    seen["preemptions"] = stats.total_preemptions
+    seen["refused"] = sum(story.finish_reason == FinishReason.ERROR for story in stories.values())
+    seen["aborted"] = sum(story.aborted for story in stories.values())
+    seen["dropped"] = seen["sampled"] - stats.total_generation_tokens
+    return seen
+
+
+def make_submit(request_id, arrival, turn):
+    return Submit(
+        request_id,
+        arrival.prompt,
+        arrival.params,
+        eos_token_id=EOS if arrival.has_eos else None,
+        priority=arrival.priority,
+        arrival_s=float(turn),
+        num_prior_tokens=arrival.num_prior_tokens,
+    )
+
+
+def note(story, output):
+    assert not story.is_over, "an output after the end"
+    story.finish_reason = output.finish_reason
+    story.stop_reason = output.stop_reason
+    if output.finish_reason == FinishReason.ERROR:
+        assert output.token_ids == []
+        return
+    assert len(output.token_ids) == 1
+    assert story.scheduled_s in (None, output.scheduled_s), "when it first ran does not change"
+    story.scheduled_s = output.scheduled_s
+    story.tokens += output.token_ids
+
+
+def check_state(scheduler, stories):
+    scheduler._kv._pool.check_integrity()
+    stats = scheduler.stats()
+    alive = [story for story in stories.values() if not story.is_over]
+    assert stats.num_running + stats.num_waiting == len(alive)
+    assert 0 <= stats.kv_usage <= 1
+    held = sorted(block for request in scheduler._running for block in request.block_ids)
+    assert len(held) == len(set(held)), "a block in two tables"
+    assert round(stats.kv_usage * (scheduler._sizes["num_blocks"] - 1)) == len(held)
+
+
+def bound(scenario):
+    """Turns that are enough if the first in line always moves on, with every token for itself."""
+    context = context_length(**scenario.sizes)
+    longest = sum(context + 1 for _ in scenario.arrivals)
+    return 13 + 2 * longest
+
+
+def check_end(scenario, core, stories):
+    for story in stories.values():
+        if story.aborted:
+            assert story.tokens == (story.whole_answer or [])[: len(story.tokens)]
+        elif story.whole_answer is None:
+            assert story.finish_reason == FinishReason.ERROR
+        else:
+            assert story.tokens == story.whole_answer
+            check_reason(story)
+    if scenario.policy == "fcfs":
+        by_arrival = sorted(stories.items(), key=lambda item: (item[1].arrival.turn, int(item[0])))
+        ran = [s.scheduled_s for _, s in by_arrival if s.scheduled_s is not None]
+        assert ran == sorted(ran), "a request overtook another"
+    stats = core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
+    fresh = [s for s in stories.values() if s.tokens and not s.arrival.num_prior_tokens]
+    assert stats.total_prompt_tokens == sum(len(s.arrival.prompt) for s in fresh)
+    assert stats.total_generation_tokens == sum(len(s.tokens) for s in stories.values())
+
+
+def check_reason(story):
+    last, params = story.tokens[-1], story.arrival.params
+    count = len(story.tokens) + story.arrival.num_prior_tokens
+    if count >= params.min_tokens and story.arrival.has_eos and last == EOS:
+        assert (story.finish_reason, story.stop_reason) == (FinishReason.STOP, None)
+    elif count >= params.min_tokens and last in params.stop_token_ids:
+        assert (story.finish_reason, story.stop_reason) == (FinishReason.STOP, last)
+    else:
+        assert (story.finish_reason, story.stop_reason) == (FinishReason.LENGTH, None)
+
+
+def test_every_request_gets_the_tokens_that_it_would_get_alone():
+    seen = Counter()
+
+    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(scenarios)
+    def check(scenario):
+        seen.update(play(scenario))
+
+    check()
+    # The scenarios are worth nothing if what can go wrong does not come up in them.
+    for what in ("preemptions", "chunks", "unknown tokens", "dropped", "aborted", "refused"):
+        assert seen[what] > 20, seen

@@ -1,0 +1,148 @@
+"""A folder in the Hugging Face layout: config.json, safetensors, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.checkpoint.safetensors import SafetensorsFile
+from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.tokenizer import Tokenizer
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class FolderCheckpoint:
+    """A `Checkpoint` read from a folder.
+
+    Opening it reads the configuration, finds the weight files and checks their headers.
+
+    Args:
+      path: the folder.
+      name: name to serve under; None: that of the folder.
+
+    Raises:
+      CheckpointError: something is missing or damaged; the message names the file.
+      UnsupportedModelError: the weights are quantised in a way that is not supported.
+    """
+
+    def __init__(self, path: Path, *, name: str | None = None) -> None:
+        self.path = path
+        self.name = name or path.resolve().name
+        self.config = read_json(path / "config.json")
+        quantization = self.config.get("quantization_config")
+        if quantization:
+            method = quantization.get("quant_method", "unknown")
+            raise UnsupportedModelError(
+                f"{path} is quantised with {method}, which is not supported; use the checkpoint "
+                "that it was made from, or a GGUF file"
+            )
+        generation_config = path / "generation_config.json"
+        self.generation_config = read_json(generation_config) if generation_config.exists() else {}
+        self._shards = _open_shards(path)
+
+    @cached_property
+    def tensor_names(self) -> list[str]:
+        """Names of all tensors, in the order in which `tensors` yields them."""
+        return [name for _, names in self._shards for name in names]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(shard.entries[name].num_bytes for shard, names in self._shards for name in names)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields each name and array, as views of the mapped files."""
+        for shard, names in self._shards:
+            yield from shard.read(names)
+
+    def tokenizer(self) -> Tokenizer:
+        """Builds the tokenizer from the folder's tokenizer files."""
+        return Tokenizer.from_folder(self.path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError if it is missing or not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} is not a model: it has no {path.name}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return content
+
+
+def _open_shards(folder: Path) -> list[tuple[SafetensorsFile, list[str]]]:
+    """The weight files with the tensors to take from each, in file order."""
+    if (folder / INDEX).exists():
+        # Whatever other safetensors files lie beside an index are copies or leftovers.
+        return _open_indexed(folder)
+    path = _single_file(folder)
+    shard = SafetensorsFile(path)
+    if not shard.entries:
+        raise CheckpointError(f"{path} holds no tensors")
+    return [(shard, list(shard.entries))]
+
+
+def _open_indexed(folder: Path) -> list[tuple[SafetensorsFile, list[str]]]:
+    index = folder / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} names no tensors: expected a weight_map of tensor to file")
+    wanted: dict[str, set[str]] = {}
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{index}: tensor {tensor} is in {file!r}, not a plain file name")
+        wanted.setdefault(file, set()).add(tensor)
+    missing = [file for file in sorted(wanted) if not (folder / file).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of the {len(wanted)} weight files that {INDEX} names: "
+            f"{_some(missing)}; the download is incomplete or the index belongs to another one"
+        )
+    shards = []
+    for file in sorted(wanted):
+        shard = SafetensorsFile(folder / file)
+        absent = sorted(wanted[file] - shard.entries.keys())
+        if absent:
+            raise CheckpointError(
+                f"{shard.path} lacks tensors that {INDEX} says it holds: {_some(absent)}; "
+                "the index belongs to another version of the files"
+            )
+        shards.append((shard, [name for name in shard.entries if name in wanted[file]]))
+    return shards
+
+
+def _single_file(folder: Path) -> Path:
+    if (folder / WEIGHTS).exists():
+        return folder / WEIGHTS
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise CheckpointError(
+            f"{folder} has several safetensors files and no {INDEX} to say which belong together: "
+            f"{_some([file.name for file in files])}"
+        )
+    pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
+    if pickled:
+        raise CheckpointError(
+            f"{folder} has only pickled weights ({_some(pickled)}), which can run code when they "
+            "are read; convert them to safetensors first (save_pretrained of transformers does)"
+        )
+    raise CheckpointError(f"{folder} has no weights: expected {WEIGHTS} or {INDEX}")
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    """The names, or the first few of many."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

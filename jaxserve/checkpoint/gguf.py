@@ -1,0 +1,127 @@
+"""A GGUF file: weights, configuration, tokenizer and chat template in one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.checkpoint import gguf_config
+from jaxserve.checkpoint.gguf_dequantize import dequantize, output_dtype
+from jaxserve.checkpoint.gguf_file import GGUFFile, GGUFTensor
+from jaxserve.checkpoint.gguf_tokenizer import build_tokenizer
+from jaxserve.errors import CheckpointError
+from jaxserve.tokenizer import Tokenizer
+
+_QUANTIZATION_SUFFIX = re.compile(
+    r"[.-]((I?Q|TQ)\d\w*|F16|F32|BF16|FP16|FP32|MXFP4\w*)$", re.IGNORECASE
+)
+
+
+class GGUFCheckpoint:
+    """A `Checkpoint` read from a GGUF file.
+
+    Opening it reads the metadata and the places of the tensors.
+
+    Args:
+      path: the file.
+      name: name to serve under; None: that of the file without its quantisation, in lower case.
+
+    Raises:
+      CheckpointError: the file is damaged, incomplete, or lacks something; the message names it.
+      UnsupportedModelError: its architecture is not supported.
+    """
+
+    def __init__(self, path: Path, *, name: str | None = None) -> None:
+        self.path = path
+        self.name = name or served_name(path)
+        file = GGUFFile(path)
+        metadata = file.metadata
+        if metadata.get("split.count", 1) > 1:
+            raise CheckpointError(
+                f"{path} is one of {metadata['split.count']} parts; join them first with "
+                "`llama-gguf-split --merge`"
+            )
+        self._file = file
+        self._architecture = gguf_config.architecture(metadata)
+        embedding = file.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise CheckpointError(f"{path} has no tensor token_embd.weight")
+        rope_factors = file.tensors.get(gguf_config.ROPE_FACTORS)
+        self.config = gguf_config.hf_config(
+            metadata,
+            vocab_size=embedding.shape[0],
+            tensor_names=file.tensors,
+            rope_factors=rope_factors and self._array(rope_factors).tolist(),
+        )
+        self.generation_config = gguf_config.hf_generation_config(metadata)
+        self._tensors = {
+            gguf_config.hf_tensor_name(name): tensor
+            for name, tensor in file.tensors.items()
+            if name != gguf_config.ROPE_FACTORS
+        }
+
+    @cached_property
+    def tensor_names(self) -> list[str]:
+        """Names of all tensors, in the order in which `tensors` yields them."""
+        return list(self._tensors)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays after dequantisation."""
+        return sum(
+            math.prod(tensor.shape) * output_dtype(tensor.type).itemsize
+            for tensor in self._tensors.values()
+        )
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields each name and array, dequantised to float32 where it is quantised."""
+        for name, tensor in self._tensors.items():
+            yield name, self._array(tensor)
+
+    def tokenizer(self) -> Tokenizer:
+        """Builds the tokenizer that the metadata describes."""
+        return build_tokenizer(self._file.metadata)
+
+    def _array(self, tensor: GGUFTensor) -> np.ndarray:
+        rows = self._file.read(tensor)
+        if self._architecture.rotates_pairs and (num_heads := self._rotated_heads(tensor.name)):
+            rows = _pairs_to_halves(rows, tensor, num_heads)
+        try:
+            return dequantize(rows, tensor.type).reshape(tensor.shape)
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{self.path}: tensor {tensor.name} is of type {tensor.type.name}, which is not "
+                "supported; use a file with another quantisation, such as Q4_K_M or Q8_0"
+            ) from error
+
+    def _rotated_heads(self, name: str) -> int:
+        """Number of heads of a q or k projection, 0 for other tensors."""
+        if re.search(r"\.attn_q\.(weight|bias)$", name):
+            return self.config["num_attention_heads"]
+        if re.search(r"\.attn_k\.(weight|bias)$", name):
+            return self.config["num_key_value_heads"]
+        return 0
+
+
+def served_name(path: Path) -> str:
+    """The name to serve a file under: ``A-1B-Instruct.Q4_1.gguf`` is ``a-1b-instruct``."""
+    stem = path.name.removesuffix(".gguf")
+    return (_QUANTIZATION_SUFFIX.sub("", stem) or stem).lower()
+
+
+def _pairs_to_halves(rows: np.ndarray, tensor: GGUFTensor, num_heads: int) -> np.ndarray:
+    """Undoes the order of rows that the GGUF converter gives to q and k projections.
+
+    In the file the rows of a head are 0, d/2, 1, d/2 + 1...: those that are rotated together are
+    neighbours. Whole rows move, so this is done before they are dequantised.
+    """
+    if len(tensor.shape) == 1:  # a bias is one row of single values
+        rows = rows.reshape(tensor.shape[0], -1)
+    num_rows, row_bytes = rows.shape
+    pairs = rows.reshape(num_heads, num_rows // num_heads // 2, 2, row_bytes)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(num_rows, row_bytes)

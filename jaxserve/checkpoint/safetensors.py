@@ -1,0 +1,144 @@
+"""Reading one safetensors file through a memory map.
+
+The file is eight bytes with the length of a JSON header, the header, and the data. The header maps
+a tensor name to its dtype, shape and range of bytes in the data. It is parsed here, rather than by
+the safetensors package, because numpy needs ml_dtypes to name bfloat16 and because a damaged file
+should be explained.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor is: ``offset`` in bytes from the start of the file."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFile:
+    """One file. Opening it reads and checks the header.
+
+    Attributes:
+      path: the file.
+      entries: its tensors by name, in the order of the data.
+
+    Raises:
+      CheckpointError: the file is not a whole and sound safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        header, data_start = _read_header(path)
+        file_bytes = path.stat().st_size
+        entries = [
+            _parse_entry(path, name, info, data_start)
+            for name, info in header.items()
+            if name != "__metadata__"
+        ]
+        end = max((entry.offset + entry.num_bytes for entry in entries), default=data_start)
+        if end > file_bytes:
+            raise CheckpointError(
+                f"{path} is cut short: its header promises {end} bytes, the file has {file_bytes}; "
+                "copy or download it again"
+            )
+        self.entries = {
+            entry.name: entry for entry in sorted(entries, key=lambda entry: entry.offset)
+        }
+
+    def read(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the named tensors as read-only views of the mapped file."""
+        if not names:
+            return
+        data = np.memmap(self.path, dtype=np.uint8, mode="r")
+        for name in names:
+            entry = self.entries[name]
+            raw = data[entry.offset : entry.offset + entry.num_bytes]
+            yield name, np.asarray(raw).view(entry.dtype).reshape(entry.shape)
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file and the offset at which its data starts."""
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start == b"version " and file_bytes < 1024:
+            raise CheckpointError(
+                f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder"
+            )
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - 8):
+            raise CheckpointError(
+                f"{path} is not a safetensors file or is cut short: expected a header of 2 to "
+                f"{min(MAX_HEADER_BYTES, max(file_bytes - 8, 0))} bytes, it says {length}"
+            )
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} has a damaged header ({error}); copy or download it again"
+            ) from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} has a damaged header: expected a JSON object")
+    return header, 8 + length
+
+
+def _parse_entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
+    try:
+        dtype_name, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
+        sound = all(isinstance(x, int) and x >= 0 for x in [*shape, begin, end])
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise CheckpointError(f"{path} has a damaged header: the entry of tensor {name} is {info}")
+    dtype = DTYPES.get(dtype_name)
+    if dtype is None:
+        raise CheckpointError(
+            f"{path}: tensor {name} has dtype {dtype_name}, which is not supported; expected one of "
+            f"{', '.join(DTYPES)} (use a checkpoint that is not quantised)"
+        )
+    entry = TensorEntry(name, dtype, tuple(shape), data_start + begin)
+    if end - begin != entry.num_bytes:
+        raise CheckpointError(
+            f"{path} has a damaged header: tensor {name} of {dtype_name} {shape} needs "
+            f"{entry.num_bytes} bytes, it has {end - begin}"
+        )
+    return entry

@@ -16,7 +16,8 @@ T = TypeVar("T")
 def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, ...] = ()) -> None:
     """Adds ``--field-name`` for every field of a dataclass made with `config.setting`.
 
-    A boolean becomes ``--x / --no-x``, a Literal has its choices, a tuple takes several values.
+    A boolean becomes ``--x / --no-x``, a Literal has its choices, a tuple takes several values
+    after the flag and after each repetition of it.
     """
     types_of = typing.get_type_hints(group)
     section = parser.add_argument_group(f"{(group.__doc__ or '').splitlines()[0]}")
@@ -27,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, 
         section.add_argument(
             flag,
             dest=field.name,
-            default=field.default,
+            default=None if field.default == () else field.default,
             help=field.metadata["help"] + _default_text(field.default),
             **_kind(types_of[field.name]),
         )
@@ -35,8 +36,13 @@ def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, 
 
 def read_flags(args: argparse.Namespace, group: type[T]) -> T:
     """The dataclass that the parsed flags describe."""
-    names = [f.name for f in dataclasses.fields(group) if hasattr(args, f.name)]  # type: ignore
-    return group(**{name: getattr(args, name) for name in names})
+    values = {}
+    for field in dataclasses.fields(group):  # type: ignore
+        value = getattr(args, field.name, None)
+        if hasattr(args, field.name):
+            is_several = field.default == () or isinstance(value, list)
+            values[field.name] = tuple(value or ()) if is_several else value
+    return group(**values)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) -> None:
@@ -61,7 +67,7 @@ def _kind(hint: Any) -> dict[str, Any]:
     if origin is typing.Literal:
         return {"choices": inner}
     if origin is tuple:
-        return {"type": inner[0], "nargs": "+", "metavar": inner[0].__name__.upper()}
+        return {"action": "extend", "type": inner[0], "nargs": "+", "metavar": inner[0].__name__.upper()}
     return {"type": hint, "metavar": hint.__name__.upper()}
 
 

@@ -1,0 +1,255 @@
+"""The front of an engine: text in, text out, and the door at which every request is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import random
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from jaxserve import __version__
+from jaxserve.engine_protocol import Engine
+from jaxserve.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    QueueFullError,
+    UnknownModelError,
+)
+from jaxserve.generation_defaults import GenerationDefaults
+from jaxserve.metrics import RequestMetrics, RequestRecord
+from jaxserve.sampling_params import MIN_TEMPERATURE, SamplingParams, check_ids
+from jaxserve.streams import Answer, Delta, merge, stream_answer
+from jaxserve.tokenizer import Tokenizer
+
+INLINE_CHARS = 400
+"""Texts up to this long are encoded at once: a hop to a thread costs more than the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a front end takes on.
+
+    Attributes:
+      max_in_flight: answers under way at the same time, each of ``n`` and of a batch counting; more
+        are turned away with QueueFullError. A request for more than this is never served.
+    """
+
+    max_in_flight: int = 1024
+
+
+class Frontend:
+    """Checks requests, runs them on an engine and turns tokens into text.
+
+    Args:
+      engine: where requests run.
+      tokenizer: of the model that the engine runs.
+      model_names: the names under which the model is served; replies carry the first one.
+      defaults: what counts where a request leaves something unset.
+      limits: how much to take on.
+      chat_template: jinja source, instead of the tokenizer's own.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        model_names: Sequence[str],
+        defaults: GenerationDefaults | None = None,
+        limits: Limits | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        ready = engine.ready
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.model_names = tuple(model_names)
+        self.defaults = defaults or GenerationDefaults()
+        self.limits = limits or Limits()
+        self.chat_template = chat_template or tokenizer.chat_template
+        self.vocab_size = ready.vocab_size
+        # Block 0 is never used. A request that could not fit the pool would wait for ever.
+        self.max_model_len = min(ready.max_model_len, (ready.num_blocks - 1) * ready.block_size)
+        self.fingerprint = _fingerprint(self.model_names[0], self.vocab_size, self.max_model_len)
+        self.metrics = RequestMetrics(self.max_model_len)
+        self.num_in_flight = 0
+        end_tokens = dict.fromkeys(self.defaults.eos_token_ids)
+        end_tokens.pop(tokenizer.eos_token_id, None)
+        check_ids(list(end_tokens), self.vocab_size, param="eos_token_id")
+        self._more_end_tokens = tuple(end_tokens)
+
+    @property
+    def model_name(self) -> str:
+        """The name that replies carry."""
+        return self.model_names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModelError unless ``name`` is served here; None and "" mean any model."""
+        if name and name not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise UnknownModelError(
+                f"The model `{name[:200]}` does not exist. Models served here: {served}"
+            )
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[int]:
+        """The token ids of a text; long ones are encoded in a thread.
+
+        Raises:
+          ContextLengthError: the text is longer than any text that fits the context.
+        """
+        if len(text) <= INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        at_least = -(-len(text) // self._longest_token)
+        if at_least > self.max_model_len:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, "
+                f"your prompt has {len(text)} characters, which are at least {at_least} tokens.",
+                param=param,
+            )
+        return await asyncio.to_thread(
+            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str = ""
+    ) -> AsyncGenerator[Delta, None]:
+        """`generate_batch` for one prompt."""
+        return self.generate_batch([prompt_ids], params, request_id=request_id)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        default_max_tokens: int | None = None,
+        param: str = "prompt",
+    ) -> AsyncGenerator[Delta, None]:
+        """Checks everything at once, and returns the deltas of all answers as they come.
+
+        Answer ``j`` to prompt ``i`` has the index ``i * params.n + j``, and the seed ``params.seed
+        + j`` if there is one. Nothing runs before the first delta is asked for. Close the generator
+        (best by `contextlib.aclosing`) to abort what is still running.
+
+        Args:
+          prompts: token ids, none empty.
+          params: of every answer. ``max_tokens`` None: the default, or what the context leaves.
+          request_id: appears in the ids that the engine sees; need not be unique.
+          priority: smaller goes first, under the priority policy.
+          default_max_tokens: length of an answer if none is asked for, as far as it fits.
+          param: the field to name when a prompt is at fault.
+
+        Raises:
+          ContextLengthError, InvalidRequestError: the request cannot be served.
+          QueueFullError: too many answers are under way.
+        """
+        params.check_token_ids(self.vocab_size)
+        num_answers = len(prompts) * params.n
+        if num_answers > self.limits.max_in_flight:
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts with n={params.n} ask for {num_answers} answers; this "
+                f"server takes at most {self.limits.max_in_flight} at a time",
+                param=param,
+            )
+        if default_max_tokens is None:
+            default_max_tokens = self.defaults.max_tokens
+        base = f"{request_id}-{uuid.uuid4().hex[:12]}"
+        answers: list[Answer] = []
+        for prompt_ids in prompts:
+            max_tokens = self._max_tokens(prompt_ids, params.max_tokens, default_max_tokens, param)
+            for sample in range(params.n):
+                index = len(answers)
+                answers.append(
+                    Answer(
+                        index=index,
+                        request_id=f"{base}-{index}",
+                        prompt_ids=prompt_ids,
+                        params=self._answer_params(params, sample, max_tokens),
+                        eos_token_id=None if params.ignore_eos else self.tokenizer.eos_token_id,
+                        priority=priority,
+                        record=RequestRecord(
+                            time.monotonic(), len(prompt_ids), max_tokens, params.n
+                        ),
+                    )
+                )
+        if self.num_in_flight + num_answers > self.limits.max_in_flight:
+            raise QueueFullError(
+                f"{self.num_in_flight} requests are under way and the server takes at most "
+                f"{self.limits.max_in_flight}; try again later"
+            )
+        return self._run(answers)
+
+    async def _run(self, answers: list[Answer]) -> AsyncGenerator[Delta, None]:
+        self.num_in_flight += len(answers)
+        streams = [stream_answer(a, self.engine, self.tokenizer, self.metrics) for a in answers]
+        try:
+            async with aclosing(merge(streams)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.num_in_flight -= len(answers)
+            longest = max(answer.record.num_generated for answer in answers)
+            self.metrics.max_generation_tokens.observe(longest)
+
+    def _max_tokens(
+        self, prompt_ids: Sequence[int], asked: int | None, default: int | None, param: str
+    ) -> int:
+        """How long the answer to a prompt may be; raises if the prompt is not one to run."""
+        num_prompt = len(prompt_ids)
+        if num_prompt == 0:
+            raise InvalidRequestError(f"{param} cannot be empty: it has no tokens", param=param)
+        check_ids(prompt_ids, self.vocab_size, param=param)
+        room = self.max_model_len - num_prompt
+        if room < 1 or (asked is not None and asked > room):
+            wanted = "at least 1" if asked is None else str(asked)
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you "
+                f"requested {wanted} output tokens and your prompt has {num_prompt} tokens. Please "
+                "reduce the length of the prompt or the number of output tokens.",
+                param=param if room < 1 else "max_tokens",
+            )
+        if asked is not None:
+            return asked
+        return room if default is None else min(default, room)
+
+    def _answer_params(self, params: SamplingParams, sample: int, max_tokens: int) -> SamplingParams:
+        """The parameters of one answer, as the engine expects them."""
+        temperature = params.temperature
+        greedy = params.is_greedy
+        if not greedy and temperature < MIN_TEMPERATURE:
+            temperature = MIN_TEMPERATURE
+        seed = random.getrandbits(63) if params.seed is None else params.seed + sample
+        stop_ids = params.stop_token_ids
+        if self._more_end_tokens and not params.ignore_eos:
+            stop_ids = tuple(dict.fromkeys(stop_ids + self._more_end_tokens))
+        return msgspec.structs.replace(
+            params,
+            n=1,
+            temperature=temperature,
+            top_p=1.0 if greedy else params.top_p,
+            top_k=0 if greedy or params.top_k < 0 else params.top_k,
+            min_p=0.0 if greedy else params.min_p,
+            seed=(seed + 2**63) % 2**64 - 2**63,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_ids,
+        )
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Bytes of the longest token, at least 1."""
+        return max(1, *map(len, map(self.tokenizer.token_bytes, range(self.tokenizer.vocab_size))))
+
+
+def _fingerprint(*facts: object) -> str:
+    """Names what answers; changes with the software and the model."""
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=4).hexdigest()
+    return f"jaxserve-{__version__}-{digest}"

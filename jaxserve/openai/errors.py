@@ -1,0 +1,85 @@
+"""Errors as the OpenAI API words them: one body for all, with a status for each kind."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from jaxserve.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    JaxserveError,
+    QueueFullError,
+    RequestFailedError,
+    UnknownModelError,
+)
+
+MAX_MESSAGE_CHARS = 2000
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """``type`` is one of a few words, ``param`` the field at fault, ``code`` a status or a word."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int | str
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every reply that is not a success, and of an event that breaks off a stream."""
+
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """An error as HTTP has it."""
+
+    status: int
+    body: ErrorBody
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    status: int
+    type: str
+    code: str | None = None
+
+
+# The first class that fits is taken, so subclasses come before their bases.
+_KINDS: tuple[tuple[type[JaxserveError], _Kind], ...] = (
+    (ContextLengthError, _Kind(400, "BadRequestError", "context_length_exceeded")),
+    (InvalidRequestError, _Kind(400, "BadRequestError")),
+    (UnknownModelError, _Kind(404, "NotFoundError", "model_not_found")),
+    (QueueFullError, _Kind(429, "RateLimitError", "queue_full")),
+    (EngineDeadError, _Kind(503, "ServiceUnavailableError")),
+    (RequestFailedError, _Kind(500, "InternalServerError")),
+)
+
+
+def error_reply(error: Exception) -> ErrorReply:
+    """What to answer. Of an error that is not one of ours the client learns nothing."""
+    for error_type, kind in _KINDS:
+        if isinstance(error, error_type):
+            param = "model" if isinstance(error, UnknownModelError) else None
+            return make_error(
+                kind.status,
+                str(error),
+                type=kind.type,
+                param=error.param if isinstance(error, InvalidRequestError) else param,
+                code=kind.code,
+            )
+    return make_error(500, "Internal server error", type="InternalServerError")
+
+
+def make_error(
+    status: int, message: str, *, type: str, param: str | None = None, code: str | None = None
+) -> ErrorReply:
+    """An error reply; ``code`` None stands for the status. The message is cut to a sane length."""
+    message = _ADDRESS.sub("", message[:MAX_MESSAGE_CHARS])
+    return ErrorReply(status, ErrorBody(ErrorInfo(message, type, param, code or status)))

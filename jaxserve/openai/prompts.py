@@ -1,0 +1,198 @@
+"""The prompts of a request: texts, token ids, or messages rendered with the chat template."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import msgspec
+
+from jaxserve.chat_template import render_chat
+from jaxserve.errors import InvalidRequestError
+from jaxserve.frontend import INLINE_CHARS, Frontend
+from jaxserve.openai.protocol import wrong_type
+
+MAX_PROMPTS = 2048
+MAX_MESSAGES = 10_000
+RESERVED_TEMPLATE_NAMES = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
+)
+"""What chat_template_kwargs must not set: it adds variables and overrides none."""
+
+Prompt = str | list[int]
+
+_FORMS = "a text, a list of token ids, or a list of either"
+
+
+class ChatPrompt(Protocol):
+    """The fields of a request that a chat prompt is made from."""
+
+    @property
+    def messages(self) -> list[dict[str, Any]] | None: ...
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+
+
+def completion_prompts(value: Any) -> list[Prompt]:
+    """The prompts in the ``prompt`` field. Raises InvalidRequestError naming ``prompt``."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        given = "nothing" if value is None else type(value).__name__
+        raise InvalidRequestError(f"prompt must be {_FORMS}, got {given}", param="prompt")
+    if not value:
+        raise InvalidRequestError("prompt cannot be empty", param="prompt")
+    if type(value[0]) is int:
+        return [_convert(value, list[int])]
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt: at most {MAX_PROMPTS} prompts in a request, got {len(value)}", param="prompt"
+        )
+    if isinstance(value[0], str):
+        return _convert(value, list[str])
+    return _convert(value, list[list[int]])
+
+
+def _convert(value: list, form: Any) -> Any:
+    try:
+        return msgspec.convert(value, form)
+    except msgspec.ValidationError as error:
+        place = wrong_type(error, under="prompt")
+        raise InvalidRequestError(
+            f"prompt must be {_FORMS}: {place.message}", param="prompt"
+        ) from error
+
+
+async def render_prompt(frontend: Frontend, request: ChatPrompt) -> str:
+    """The text that the messages of a chat become.
+
+    Raises:
+      InvalidRequestError: the messages are not ones, or the template refuses them.
+    """
+    if frontend.chat_template is None:
+        raise InvalidRequestError(
+            "this model has no chat template: use /v1/completions, or start the server with "
+            "--chat-template FILE"
+        )
+    messages = _messages(request.messages, frontend.chat_template)
+    extra = request.chat_template_kwargs or {}
+    reserved = sorted(RESERVED_TEMPLATE_NAMES & extra.keys())
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs cannot set {', '.join(reserved)}", param="chat_template_kwargs"
+        )
+    continues = bool(request.continue_final_message)
+    adds_prompt = request.add_generation_prompt
+    if continues and adds_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt cannot both be true",
+            param="continue_final_message",
+        )
+    if continues and messages[-1]["role"] != "assistant":
+        raise InvalidRequestError(
+            "continue_final_message needs a last message of the assistant",
+            param="continue_final_message",
+        )
+
+    def render() -> str:
+        assert frontend.chat_template is not None
+        return render_chat(
+            frontend.chat_template,
+            _open_end(messages) if continues else messages,
+            add_generation_prompt=not continues and adds_prompt is not False,
+            special_tokens=frontend.tokenizer.special_tokens,
+            **extra,
+        )
+
+    is_short = sum(len(message["content"]) for message in messages) <= INLINE_CHARS
+    text = render() if is_short and not extra else await asyncio.to_thread(render)
+    return _cut_at_open_end(text) if continues else text
+
+
+# Stands after the text that is to be continued. Whatever the template does after it is cut off, and
+# white space before it is not at an edge that a template would trim.
+_OPEN_END = "\ue000open-end\ue000"
+
+
+def _open_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": last["content"] + _OPEN_END}]
+
+
+def _cut_at_open_end(text: str) -> str:
+    if _OPEN_END not in text:
+        raise InvalidRequestError(
+            "the chat template does not show the message that is to be continued",
+            param="continue_final_message",
+        )
+    return text[: text.index(_OPEN_END)]
+
+
+def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[str, Any]]:
+    """Messages as templates expect them: content is always a text."""
+    if not given:
+        raise InvalidRequestError("messages must be a list of at least one", param="messages")
+    if len(given) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages: at most {MAX_MESSAGES}, got {len(given)}", param="messages"
+        )
+    messages = []
+    for i, message in enumerate(given):
+        path = f"messages[{i}]"
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise InvalidRequestError(f"{path}.role must be a text", param=f"{path}.role")
+        if role == "developer" and "developer" not in template:
+            role = "system"
+        clean = {key: value for key, value in message.items() if value is not None}
+        clean |= {"role": role, "content": _content(message.get("content"), f"{path}.content")}
+        if "tool_calls" in clean:
+            clean["tool_calls"] = _tool_calls(clean["tool_calls"], f"{path}.tool_calls")
+        messages.append(clean)
+    return messages
+
+
+def _content(content: Any, path: str) -> str:
+    """The text of a message; parts are joined with line breaks, nothing is an empty text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{path} must be a text or a list of parts", param=path)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            shown = f"{kind[:50]!r}" if isinstance(kind, str) else "no type"
+            raise InvalidRequestError(
+                f"{path}[{i}]: parts must have type 'text', got {shown}", param=f"{path}[{i}]"
+            )
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"{path}[{i}].text must be a text", param=f"{path}[{i}].text"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    """Earlier calls, their arguments as objects: clients send JSON, templates want the values."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise InvalidRequestError(f"{path} must be a list of objects", param=path)
+    clean = []
+    for i, call in enumerate(calls):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = msgspec.json.decode(function["arguments"] or "{}")
+            except (msgspec.DecodeError, RecursionError) as error:
+                param = f"{path}[{i}].function.arguments"
+                raise InvalidRequestError(f"{param} must be JSON", param=param) from error
+            call = {**call, "function": {**function, "arguments": arguments}}
+        clean.append(call)
+    return clean

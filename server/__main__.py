@@ -1,0 +1,82 @@
+"""``python -m server [MODEL] [flags]``: serves a model over the OpenAI API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import resource
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from jaxserve import __version__
+from jaxserve.cli import add_engine_flags, add_flags, read_engine_config, read_flags
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.errors import JaxserveError
+from server.console import Console
+from server.run import Stopped, listen, serve
+from server.settings import ApiSettings, ServerSettings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server until it is told to stop. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    console = Console(sys.stderr)
+    try:
+        settings = read_flags(args, ServerSettings)
+        api = read_flags(args, ApiSettings)
+        config = _engine_config(args)
+        _set_up_logging(settings.log_level)
+        listener = listen(settings.host, settings.port)
+        console.say(f"jaxserve {__version__}: starting {config.model.model}")
+        _raise_file_limit()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(listener, config, api, settings, console))
+    except Stopped as stopped:
+        console.say(f"stopped by {stopped} before it was ready")
+        return 128 + stopped.signal_number
+    except JaxserveError as error:
+        console.say(f"error: {error}")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxserve", description="Serve a language model over the OpenAI HTTP API."
+    )
+    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
+    help_text = next(f for f in dataclasses.fields(ModelConfig) if f.name == "model").metadata["help"]
+    parser.add_argument("positional_model", metavar="MODEL", nargs="?", help=help_text)
+    add_flags(parser, ServerSettings)
+    add_flags(parser, ApiSettings)
+    add_engine_flags(parser)
+    return parser
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    if args.positional_model is not None:
+        args.model = args.positional_model
+    return read_engine_config(args)
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s"
+    )
+    # They report what the console says already.
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _raise_file_limit() -> None:
+    """Every connection is an open file, and the usual soft limit is low."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The ASGI application. Any host can run it; it has no globals and handles no signals."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from server.errors import HANDLERS, CatchUnexpected
+from server.middleware import ApiKey, RequestId
+from server.routes import chat, completions, health, metrics, models, tokenize
+from server.settings import ApiSettings
+from server.state import ServerState
+
+ROUTES = [
+    *completions.routes,
+    *chat.routes,
+    *models.routes,
+    *health.routes,
+    *tokenize.routes,
+    *metrics.routes,
+]
+
+
+def create_app(state: ServerState, settings: ApiSettings | None = None) -> Starlette:
+    """The OpenAI API in front of ``state.frontend``.
+
+    The front end may come later: until ``state.frontend`` is set, /health and the API answer 503.
+    Set ``state.draining`` to refuse new requests while those under way finish.
+    """
+    settings = settings or ApiSettings()
+    middleware = [Middleware(RequestId)]
+    if settings.allowed_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allowed_origins,
+                allow_methods=["GET", "POST", "OPTIONS"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )
+        )
+    if settings.api_key:
+        middleware.append(Middleware(ApiKey, keys=settings.api_key))
+    middleware.append(Middleware(CatchUnexpected))
+    app = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
+    app.state.server = state
+    app.state.settings = settings
+    return app

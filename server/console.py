@@ -1,0 +1,154 @@
+"""What a person sees while the server starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from jaxserve.config import GIB, MIB
+from jaxserve.messages import Progress
+
+QUIET_S = 4.0
+"""Longest time without a word while something is going on."""
+
+BAR_WIDTH = 24
+
+
+class Console:
+    """Prints the course of a start.
+
+    On a terminal the phase under way is a bar that is drawn over; elsewhere it is a line when it
+    begins, one when it ends and one now and then in between. Finished phases stay on both.
+
+    Args:
+      out: where to print.
+      clock: seconds, as `time.monotonic`; for tests.
+    """
+
+    def __init__(self, out: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.phase = "starting"
+        self._out = out
+        self._clock = clock
+        self._is_terminal = out.isatty()
+        self._last_word_s = clock()
+        self._started_s = clock()
+        self._phase_since_s = clock()
+        self._current: Progress | None = None
+        self._has_bar = False
+
+    def say(self, text: str) -> None:
+        """Prints lines that stay."""
+        if self._has_bar:
+            self._out.write("\r\x1b[K")
+            self._has_bar = False
+        self._out.write(text + "\n")
+        self._out.flush()
+        self._last_word_s = self._clock()
+
+    def progress(self, event: Progress) -> None:
+        """Shows how far a phase is."""
+        name = (event.engine, event.phase)
+        is_new = self._current is None or (self._current.engine, self._current.phase) != name
+        if is_new:
+            self._phase_since_s = self._clock()
+        self.phase = event.phase
+        self._current = event
+        if event.seconds is not None:
+            self.say(f"  {_label(event)}: {_amount(event)}done in {event.seconds:.1f} s")
+            self._current = None
+        elif self._is_terminal:
+            self._draw(event)
+        elif is_new:
+            self.say(f"  {_label(event)}...")
+
+    def tick(self) -> None:
+        """Breaks a silence that has become long. To be called every second or so."""
+        if self._is_terminal:
+            if self._current is not None:
+                self._draw(self._current)
+        elif self._clock() - self._last_word_s >= QUIET_S:
+            self.say(f"  {self._where()}")
+
+    @contextmanager
+    def talking(self) -> Iterator[None]:
+        """Calls `tick` while the block runs, from the running event loop."""
+
+        async def keep_ticking() -> None:
+            while True:
+                await asyncio.sleep(1)
+                self.tick()
+
+        task = asyncio.create_task(keep_ticking())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    def decisions(self, decisions: Iterable[Sequence[str]]) -> None:
+        """Prints (what, value, why) lines."""
+        rows = list(decisions)
+        width = max((len(what) for what, _, _ in rows), default=0)
+        for what, value, why in rows:
+            self.say(f"  {what:<{width}}  {value}  ({why})")
+
+    def ready(self, *, url: str, model: str, context: int, is_chat: bool, needs_key: bool) -> None:
+        """Prints where the server is and a command to try it with."""
+        took = self._clock() - self._started_s
+        example = _curl(url, model, is_chat=is_chat, needs_key=needs_key)
+        self.say(
+            f"\nReady after {took:.1f} s\n"
+            f"  URL      {url}\n"
+            f"  model    {model}\n"
+            f"  context  {context} tokens\n\n{example}\n"
+        )
+
+    def _draw(self, event: Progress) -> None:
+        share = min(event.done / event.total, 1.0) if event.total else 0.0
+        filled = round(share * BAR_WIDTH)
+        bar = "#" * filled + "." * (BAR_WIDTH - filled)
+        self._out.write(f"\r\x1b[K  [{bar}] {self._where()}")
+        self._out.flush()
+        self._has_bar = True
+
+    def _where(self) -> str:
+        elapsed = self._clock() - self._phase_since_s
+        if self._current is None:
+            return f"{self.phase}: waiting for {self._clock() - self._last_word_s:.0f} s"
+        event = self._current
+        left = ""
+        if 0 < event.done < event.total and elapsed > 1:
+            left = f", about {elapsed * (event.total - event.done) / event.done:.0f} s left"
+        detail = f" ({event.detail})" if event.detail else ""
+        return f"{_label(event)}: {_amount(event)}{elapsed:.0f} s{left}{detail}"
+
+
+def _label(event: Progress) -> str:
+    return event.phase if event.engine == 0 else f"engine {event.engine}: {event.phase}"
+
+
+def _amount(event: Progress) -> str:
+    if not event.total:
+        return ""
+    if event.unit == "bytes":
+        scale, unit = (GIB, "GiB") if event.total >= GIB else (MIB, "MiB")
+        return f"{event.done / scale:.1f} of {event.total / scale:.1f} {unit}, "
+    return f"{event.done:g} of {event.total:g} {event.unit}, "
+
+
+def _curl(url: str, model: str, *, is_chat: bool, needs_key: bool) -> str:
+    body: dict[str, object] = {"model": model, "max_tokens": 64}
+    if is_chat:
+        path = "chat/completions"
+        body["messages"] = [{"role": "user", "content": "Why is the sky blue?"}]
+    else:
+        path, body["prompt"] = "completions", "The sky is blue because"
+    lines = [f"curl {url}/{path}", "-H 'Content-Type: application/json'"]
+    if needs_key:
+        lines.append('-H "Authorization: Bearer $API_KEY"')
+    lines.append(f"-d {shlex.quote(json.dumps(body))}")
+    return " \\\n  ".join(lines)

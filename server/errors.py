@@ -1,0 +1,119 @@
+"""Every error as a JSON body of one shape, whatever raised it."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.errors import JaxserveError
+from jaxserve.openai.errors import ErrorReply, error_reply, make_error
+from server.state import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+API_PREFIX = "/v1"
+RETRY_AFTER_S = {429: "1", 503: "5"}
+TYPES = {
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    503: "ServiceUnavailableError",
+}
+
+
+def reply_to(error: Exception) -> ErrorReply:
+    """What to answer when this was raised."""
+    if isinstance(error, UnavailableError):
+        return make_error(503, str(error), type=TYPES[503])
+    return error_reply(error)
+
+
+def to_response(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response:
+    """The HTTP response of an error."""
+    headers = dict(headers or {})
+    if reply.status in RETRY_AFTER_S:
+        headers["Retry-After"] = RETRY_AFTER_S[reply.status]
+    return Response(
+        msgspec.json.encode(reply.body),
+        status_code=reply.status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+def on_user_error(request: Request, error: Exception) -> Response:
+    """Answers errors of jaxserve."""
+    return to_response(reply_to(error))
+
+
+def on_http_error(request: Request, error: Exception) -> Response:
+    """Answers errors of the HTTP layer: no such path, wrong method, body too large..."""
+    assert isinstance(error, HTTPException)
+    message = error.detail
+    if error.status_code == 404:
+        message = _no_such_path(request)
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{request.method} is not for {_path(request)}; use {allowed}"
+    kind = TYPES.get(error.status_code, "BadRequestError")
+    reply = make_error(error.status_code, message, type=kind)
+    return to_response(reply, dict(error.headers or {}))
+
+
+def on_disconnect(request: Request, error: Exception) -> Response:
+    """The client has gone; nobody reads this."""
+    return Response(status_code=499)
+
+
+HANDLERS = {
+    JaxserveError: on_user_error,
+    HTTPException: on_http_error,
+    ClientDisconnect: on_disconnect,
+}
+
+
+class CatchUnexpected:
+    """Answers what no handler is for with a plain 500, and keeps its traceback in the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watching_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watching_send)
+        except Exception as error:
+            logger.exception("a request failed")
+            if started:
+                raise
+            await to_response(reply_to(error))(scope, receive, send)
+
+
+def _no_such_path(request: Request) -> str:
+    path = _path(request)
+    paths = [getattr(route, "path", "") for route in request.app.routes]
+    if any(path.endswith(known) and path != known for known in paths if known.count("/") > 1):
+        right = next(k for k in paths if path.endswith(k) and k.count("/") > 1)
+        return f"there is nothing at {path}; did you mean {right}?"
+    if API_PREFIX + path in paths:
+        return (
+            f"there is nothing at {path}; did you mean {API_PREFIX}{path}? "
+            f"The base URL of the API ends in {API_PREFIX}"
+        )
+    return f"there is nothing at {path}; the API is under {API_PREFIX}"
+
+
+def _path(request: Request) -> str:
+    return request.scope["path"][:200]

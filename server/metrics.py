@@ -1,0 +1,150 @@
+"""The metrics in the text format of Prometheus, under the names that vLLM gave them.
+
+They are written out by hand: a page takes a tenth of the time that the client library needs, and
+scrapers ask several times a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from jaxserve.frontend import Frontend
+from jaxserve.messages import StepStats
+from jaxserve.metrics import REQUEST_HISTOGRAMS, Histogram, RequestMetrics
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetric:
+    """A number that each engine reports with its steps."""
+
+    help: str
+    kind: str
+    value: Callable[[StepStats], float]
+
+
+ENGINE_METRICS: Mapping[str, EngineMetric] = {
+    "num_requests_running": EngineMetric(
+        "Requests that take part in steps.", "gauge", lambda s: s.num_running
+    ),
+    "num_requests_waiting": EngineMetric(
+        "Requests that wait to take part.", "gauge", lambda s: s.num_waiting
+    ),
+    "kv_cache_usage_perc": EngineMetric(
+        "Used part of the KV cache; 1 is all of it.", "gauge", lambda s: s.kv_usage
+    ),
+    "num_preemptions_total": EngineMetric(
+        "Requests that had to give their blocks back.", "counter", lambda s: s.total_preemptions
+    ),
+    "prefix_cache_queries_total": EngineMetric(
+        "Tokens looked up in the prefix cache.", "counter", lambda s: s.prefix_queries
+    ),
+    "prefix_cache_hits_total": EngineMetric(
+        "Tokens found in the prefix cache.", "counter", lambda s: s.prefix_hits
+    ),
+    "compilations_total": EngineMetric(
+        "Programs compiled since the engine started.", "counter", lambda s: s.total_compilations
+    ),
+    "steps_total": EngineMetric("Steps run.", "counter", lambda s: s.total_steps),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FrontMetric:
+    """A number that is counted where requests come in."""
+
+    help: str
+    value: Callable[[RequestMetrics], float]
+
+
+FRONT_COUNTERS: Mapping[str, FrontMetric] = {
+    "prompt_tokens_total": FrontMetric(
+        "Prompt tokens of requests that have produced a token.", lambda m: m.prompt_tokens
+    ),
+    "prompt_tokens_cached_total": FrontMetric(
+        "Those of them found in the prefix cache.", lambda m: m.cached_tokens
+    ),
+    "generation_tokens_total": FrontMetric("Generated tokens.", lambda m: m.generation_tokens),
+}
+
+
+def render(frontend: Frontend, *, prefix: str) -> str:
+    """The page for a scraper. Every name starts with ``prefix`` and a colon.
+
+    Requests are counted in the front process, which does not know their engines: with several
+    engines these numbers have the label ``engine="all"``.
+    """
+    stats, metrics = frontend.engine.stats, frontend.metrics
+    model = f'model_name="{_escape(frontend.model_name)}"'
+    engines = {index: f'{model},engine="{index}"' for index in stats}
+    front = next(iter(engines.values())) if len(engines) == 1 else f'{model},engine="all"'
+
+    def lines() -> Iterator[str]:
+        for name, engine_metric in ENGINE_METRICS.items():
+            yield from _header(prefix, name, engine_metric.kind, engine_metric.help)
+            for index, labels in engines.items():
+                yield f"{prefix}:{name}{{{labels}}} {engine_metric.value(stats[index])}"
+        for name, front_metric in FRONT_COUNTERS.items():
+            yield from _header(prefix, name, "counter", front_metric.help)
+            yield f"{prefix}:{name}{{{front}}} {front_metric.value(metrics)}"
+        yield from _header(prefix, "request_success_total", "counter", "Requests that have ended.")
+        for reason in FINISH_REASONS:
+            labels = f'{front},finished_reason="{reason}"'
+            yield f"{prefix}:request_success_total{{{labels}}} {metrics.finished[reason]}"
+        yield from _cache_config(frontend, prefix, list(engines.values()))
+        name = "iteration_tokens_total"
+        yield from _header(prefix, name, "histogram", "Tokens in a step.")
+        for index, histogram in metrics.step_tokens.items():
+            yield from _histogram(prefix, name, engines.get(index, front), histogram)
+        for name, (text, histogram) in _front_histograms(metrics).items():
+            yield from _header(prefix, name, "histogram", text)
+            yield from _histogram(prefix, name, front, histogram)
+
+    return "\n".join(lines()) + "\n"
+
+
+def _front_histograms(metrics: RequestMetrics) -> dict[str, tuple[str, Histogram]]:
+    found = {
+        "time_to_first_token_seconds": (
+            "From arrival to the first token.",
+            metrics.time_to_first_token,
+        ),
+        "inter_token_latency_seconds": ("Between two tokens.", metrics.inter_token_latency),
+        "request_max_num_generation_tokens": (
+            "Tokens of the longest of a request's answers.",
+            metrics.max_generation_tokens,
+        ),
+    }
+    for name, kind in REQUEST_HISTOGRAMS.items():
+        found[name] = (kind.help, metrics.by_request[name])
+    return found
+
+
+def _cache_config(frontend: Frontend, prefix: str, engines: list[str]) -> Iterator[str]:
+    ready = frontend.engine.ready
+    sizes = f'block_size="{ready.block_size}",num_gpu_blocks="{ready.num_blocks}"'
+    yield from _header(prefix, "cache_config_info", "gauge", "Sizes of the KV cache, as labels.")
+    for labels in engines:
+        yield f"{prefix}:cache_config_info{{{labels},{sizes}}} 1"
+
+
+def _header(prefix: str, name: str, kind: str, text: str) -> tuple[str, str]:
+    return f"# HELP {prefix}:{name} {text}", f"# TYPE {prefix}:{name} {kind}"
+
+
+def _histogram(prefix: str, name: str, labels: str, histogram: Histogram) -> Iterator[str]:
+    total = 0
+    for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
+        total += count
+        le = bound if isinstance(bound, str) else float(bound)
+        yield f'{prefix}:{name}_bucket{{{labels},le="{le}"}} {total}'
+    yield f"{prefix}:{name}_sum{{{labels}}} {histogram.sum}"
+    yield f"{prefix}:{name}_count{{{labels}}} {total}"
+
+
+def _escape(label: str) -> str:
+    return label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -1,0 +1,70 @@
+"""What happens to every request before it is routed: it gets an id, and its key is looked at."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.openai.errors import make_error
+from server.errors import TYPES, to_response
+
+OPEN_PATHS = frozenset({"/health", "/live"})
+"""What can be asked without a key, so that probes need none."""
+
+_GOOD_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class RequestId:
+    """Puts the client's ``x-request-id``, or a new one, into the request's state and the reply.
+
+    One that is long or has odd characters is replaced, so that it can be written anywhere.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class ApiKey:
+    """Lets a request through if it carries one of the keys, or asks for an open path."""
+
+    def __init__(self, app: ASGIApp, *, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The path as it was sent; a URL put together from the Host header can be forged.
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in OPEN_PATHS or self._is_known(Headers(scope=scope).get("authorization", "")):
+            await self._app(scope, receive, send)
+            return
+        reply = make_error(
+            401,
+            "send one of the server's API keys as 'Authorization: Bearer KEY'",
+            type=TYPES[401],
+            code="invalid_api_key",
+        )
+        await to_response(reply, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+
+    def _is_known(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        # Every key is compared, and in constant time, so that the time tells nothing.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(matches)

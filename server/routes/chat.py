@@ -1,0 +1,23 @@
+"""POST /v1/chat/completions."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxserve.openai import chat
+from jaxserve.openai.protocol import ChatRequest
+from server.body import read_json
+from server.sse import reply_stream, reply_whole
+
+
+async def create(request: Request) -> Response:
+    """Answers the last message of a chat."""
+    frontend = request.app.state.server.serving()
+    body = await read_json(request, ChatRequest)
+    job = await chat.prepare(frontend, body, request_id=request.state.request_id)
+    if body.stream:
+        return await reply_stream(request, chat.stream(job))
+    return await reply_whole(request, chat.complete(job))
+
+
+routes = [Route("/v1/chat/completions", create, methods=["POST"])]

@@ -1,0 +1,53 @@
+"""POST /tokenize and POST /detokenize."""
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.frontend import Frontend
+from jaxserve.openai.prompts import render_prompt
+from jaxserve.openai.protocol import DetokenizeRequest, TokenizeRequest
+from jaxserve.sampling_params import check_ids
+from server.body import read_json
+
+
+async def tokenize(request: Request) -> JSONResponse:
+    """The token ids of a text or of a chat."""
+    frontend: Frontend = request.app.state.server.serving()
+    body = await read_json(request, TokenizeRequest)
+    frontend.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("send either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        text, adds_special = body.prompt, body.add_special_tokens is not False
+    else:
+        text, adds_special = await render_prompt(frontend, body), bool(body.add_special_tokens)
+    tokenizer = frontend.tokenizer
+    ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=adds_special)
+    return JSONResponse(
+        {
+            "count": len(ids),
+            "max_model_len": frontend.max_model_len,
+            "tokens": ids,
+            "token_strs": [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None,
+        }
+    )
+
+
+async def detokenize(request: Request) -> JSONResponse:
+    """The text of token ids."""
+    frontend: Frontend = request.app.state.server.serving()
+    body = await read_json(request, DetokenizeRequest)
+    frontend.check_model(body.model)
+    check_ids(body.tokens, frontend.tokenizer.vocab_size, param="tokens")
+    return JSONResponse({"prompt": frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+routes = [
+    Route(prefix + path, endpoint, methods=["POST"])
+    for prefix in ("", "/v1")
+    for path, endpoint in (("/tokenize", tokenize), ("/detokenize", detokenize))
+]

@@ -1,0 +1,219 @@
+"""The life of a server process: listen, start the engines, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import ipaddress
+import signal
+import socket
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+
+from jaxserve.client import EngineClient
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.frontend import Frontend, Limits
+from jaxserve.served_model import ServedModel
+from server.app import create_app
+from server.console import Console
+from server.settings import ApiSettings, ServerSettings
+from server.state import ServerState
+from server.throughput import log_throughput
+
+T = TypeVar("T")
+
+LAST_BYTES_TIMEOUT_S = 2
+"""How long connections may take to close once nothing runs any more."""
+
+
+class Stopped(Exception):
+    """The process was told to end. ``signal_number`` is by what."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.signal_number = signal_number
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves the signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises ConfigError if that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {reason}; choose another with --host and --port"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+async def serve(
+    listener: socket.socket,
+    config: EngineConfig,
+    api: ApiSettings,
+    settings: ServerSettings,
+    console: Console,
+) -> None:
+    """Serves until a SIGINT or SIGTERM comes; a second one ends it at once.
+
+    Raises:
+      Stopped: the signal came before the server was ready.
+      JaxserveError: it cannot start.
+    """
+    state = ServerState()
+    stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    http = HttpServer(
+        uvicorn.Config(
+            create_app(state, api),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=settings.keep_alive_timeout,
+            timeout_graceful_shutdown=LAST_BYTES_TIMEOUT_S,
+        )
+    )
+    _on_signals(stop, http)
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    client: EngineClient | None = None
+    try:
+        with console.talking():
+            frontend, client = await _unless_stopped(
+                stop, _start(config, api, settings, console, state)
+            )
+        state.frontend = frontend
+        _announce(console, frontend, listener, api)
+        with _background(
+            log_throughput(client, interval_s=settings.log_stats_interval)
+            if settings.log_stats_interval > 0
+            else None
+        ):
+            await asyncio.wait({stop, serving}, return_when=asyncio.FIRST_COMPLETED)
+        in_flight = frontend.num_in_flight
+        console.say(f"Stopping; requests under way: {in_flight}")
+        state.draining = True
+        await client.drain(0 if http.force_exit else settings.shutdown_timeout)
+    finally:
+        state.draining = True
+        http.should_exit = True
+        await serving
+        if client is not None:
+            await client.close()
+
+
+async def _start(
+    config: EngineConfig,
+    api: ApiSettings,
+    settings: ServerSettings,
+    console: Console,
+    state: ServerState,
+) -> tuple[Frontend, EngineClient]:
+    """Starts the engines, and reads the tokenizer while they load."""
+
+    def on_progress(event: Any) -> None:
+        console.progress(event)
+        state.phase = console.phase
+
+    template = _read_template(settings.chat_template)
+    starting = asyncio.create_task(
+        EngineClient.start(config, factory=settings.engine_factory, on_progress=on_progress)
+    )
+    try:
+        model = await asyncio.to_thread(ServedModel.open, config.model)
+        client = await starting
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        raise
+    frontend = Frontend(
+        client,
+        model.tokenizer,
+        model_names=api.served_model_name or (model.name,),
+        defaults=model.defaults,
+        limits=Limits(max_in_flight=api.max_queue),
+        chat_template=template,
+    )
+    client.on_outputs = frontend.metrics.step_done
+    # What has been made so far stays; the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    return frontend, client
+
+
+async def _unless_stopped(stop: asyncio.Future[int], work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``. If a signal comes first it is cancelled. Raises Stopped."""
+    task = asyncio.create_task(work)
+    await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    raise Stopped(stop.result())
+
+
+def _on_signals(stop: asyncio.Future[int], http: HttpServer) -> None:
+    def handle(number: int) -> None:
+        if stop.done():
+            http.force_exit = True
+        else:
+            stop.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, handle, number)
+
+
+@contextlib.contextmanager
+def _background(work: Coroutine[Any, Any, None] | None):
+    task = None if work is None else asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+
+
+def _announce(
+    console: Console, frontend: Frontend, listener: socket.socket, api: ApiSettings
+) -> None:
+    host, port = listener.getsockname()[:2]
+    console.decisions(frontend.engine.ready.decisions)
+    console.say(f"  sampling defaults  {frontend.defaults.describe()}")
+    if not ipaddress.ip_address(host).is_loopback and not api.api_key:
+        console.say("  WARNING: everybody who can reach this machine can use it; see --api-key")
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    console.ready(
+        url=f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1",
+        model=frontend.model_name,
+        context=frontend.max_model_len,
+        is_chat=frontend.chat_template is not None,
+        needs_key=bool(api.api_key),
+    )
+
+
+def _read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error

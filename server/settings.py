@@ -1,0 +1,66 @@
+"""What a server can be told, beyond what its engines can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxserve.client import FACTORY
+from jaxserve.config import MIB, setting
+from jaxserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """What the API answers, and to whom."""
+
+    served_model_name: tuple[str, ...] = setting(
+        (), "names of the model in the API; unset: the checkpoint's own name"
+    )
+    api_key: tuple[str, ...] = setting(
+        (), "keys of which a client must send one as a bearer token; unset: none is needed"
+    )
+    max_queue: int = setting(
+        1024, "answers under way, running or waiting, beyond which requests are refused with 429"
+    )
+    max_body_mib: int = setting(8, "largest request body in MiB")
+    allowed_origins: tuple[str, ...] = setting(
+        (), "web origins whose pages may use the API (CORS), * for all; unset: none"
+    )
+    metrics_prefix: str = setting(
+        "vllm", "first part of the names of the metrics; the default fits existing dashboards"
+    )
+
+    def __post_init__(self) -> None:
+        for flag, value in {"max-queue": self.max_queue, "max-body-mib": self.max_body_mib}.items():
+            if value < 1:
+                raise ConfigError(f"--{flag} must be at least 1, got {value}")
+        if not all(self.api_key):
+            raise ConfigError("--api-key must not be empty")
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest body of a request."""
+        return self.max_body_mib * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where the server listens and how it runs."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every network")
+    port: int = setting(8000, "port to listen on; 0 for any that is free")
+    chat_template: str | None = setting(
+        None, "file with a jinja chat template; unset: the model's own"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "least important messages to show"
+    )
+    log_stats_interval: float = setting(10.0, "seconds between throughput lines; 0: none")
+    shutdown_timeout: float = setting(
+        5.0, "seconds that requests under way get to finish when the server is told to stop"
+    )
+    keep_alive_timeout: int = setting(75, "seconds after which an idle connection is closed")
+    engine_factory: str = setting(
+        FACTORY, "module:function that builds an engine; for tests and extensions"
+    )

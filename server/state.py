@@ -1,0 +1,45 @@
+"""How far a server is: starting, serving, on its way out."""
+
+from __future__ import annotations
+
+import time
+
+from jaxserve.errors import JaxserveError
+from jaxserve.frontend import Frontend
+
+
+class UnavailableError(JaxserveError):
+    """The server does not serve requests: not yet, or no more."""
+
+
+class ServerState:
+    """What the routes share. An application has one, and whoever runs it moves it on.
+
+    Attributes:
+      frontend: what serves requests; None while it is being made.
+      phase: what is going on while there is no front end, for people.
+      draining: requests under way are finished, new ones are refused.
+      created: Unix time at which the server was started.
+    """
+
+    def __init__(self, frontend: Frontend | None = None) -> None:
+        self.frontend = frontend
+        self.phase = "starting"
+        self.draining = False
+        self.created = int(time.time())
+
+    def serving(self) -> Frontend:
+        """The front end for a new request. Raises UnavailableError."""
+        if self.draining:
+            raise UnavailableError("the server is shutting down")
+        if self.frontend is None:
+            raise UnavailableError(f"the server is starting ({self.phase}); try again later")
+        return self.frontend
+
+    def check_health(self) -> None:
+        """Raises UnavailableError or EngineDeadError unless every engine can serve."""
+        self.serving().engine.check_health()
+
+    def load(self) -> int:
+        """Answers under way."""
+        return 0 if self.frontend is None else self.frontend.num_in_flight

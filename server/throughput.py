@@ -1,0 +1,49 @@
+"""A line in the log every few seconds on how fast the engines are and how full."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from jaxserve.engine_protocol import Engine
+from jaxserve.messages import StepStats
+
+logger = logging.getLogger(__name__)
+
+IDLE = StepStats()
+
+
+def describe(engine: int, before: StepStats, now: StepStats, seconds: float) -> str | None:
+    """The line on one engine, or None if it has been idle and is."""
+    prompt = (now.total_prompt_tokens - before.total_prompt_tokens) / seconds
+    generated = (now.total_generation_tokens - before.total_generation_tokens) / seconds
+    if not (prompt or generated or now.num_running or now.num_waiting):
+        return None
+    queries = now.prefix_queries - before.prefix_queries
+    hits = now.prefix_hits - before.prefix_hits
+    preemptions = now.total_preemptions - before.total_preemptions
+    return (
+        f"Engine {engine:03d}: "
+        f"Avg prompt throughput: {prompt:.1f} tokens/s, "
+        f"Avg generation throughput: {generated:.1f} tokens/s, "
+        f"Running: {now.num_running} reqs, Waiting: {now.num_waiting} reqs, "
+        + (f"Preemptions: {preemptions}, " if preemptions else "")
+        + f"KV cache usage: {now.kv_usage:.1%}, "
+        f"Prefix cache hit rate: {hits / queries if queries else 0:.1%}"
+    )
+
+
+async def log_throughput(engine: Engine, *, interval_s: float) -> None:
+    """Logs for as long as it runs; says nothing about idle engines."""
+    loop = asyncio.get_running_loop()
+    before: Mapping[int, StepStats] = dict(engine.stats)
+    then = loop.time()
+    while True:
+        await asyncio.sleep(interval_s)
+        now, moment = dict(engine.stats), loop.time()
+        for index, stats in now.items():
+            line = describe(index, before.get(index, IDLE), stats, moment - then)
+            if line is not None:
+                logger.info(line)
+        before, then = now, moment

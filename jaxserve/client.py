@@ -181,10 +181,9 @@ class EngineClient:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        for replica in self._replicas:
-            replica.die(EngineDeadError("the engine has been shut down"))
+        error = EngineDeadError("the engines have been shut down")
         await asyncio.gather(
-            *(replica.stop(timeout_s=SHUTDOWN_TIMEOUT_S) for replica in self._replicas)
+            *(replica.stop(error, timeout_s=SHUTDOWN_TIMEOUT_S) for replica in self._replicas)
         )
         for task in self._tasks:
             task.cancel()

@@ -108,6 +108,9 @@ class Replica:
             return
         self.error = error
         self.died.set()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         if not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()  # nobody has to wait for it
@@ -127,12 +130,15 @@ class Replica:
                 f"{len(self.in_flight)} requests and was not heard for {silent_s:.0f} s"
             )
 
-    async def stop(self, *, timeout_s: float) -> None:
-        """Ends the process, politely if it serves."""
-        told = self._sender is not None and self._sender.send(Shutdown())
-        await self.process.stop(timeout_s=timeout_s if told else 0)
-        if self._sender is not None:
-            self._sender.close()
+    async def stop(self, error: JaxserveError, *, timeout_s: float) -> None:
+        """Fails the requests on board and ends the process, politely if it serves."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.send(Shutdown())
+        self.die(error)
+        await self.process.stop(timeout_s=timeout_s if sender is not None else 0)
+        if sender is not None:
+            sender.close()
 
     def _remove(self, request_id: str) -> None:
         del self.in_flight[request_id]

@@ -63,22 +63,16 @@ class SocketFolder:
 
 
 class RequestSender:
-    """The front's way to one engine. Connects when made, so make it when the engine is ready."""
+    """The front's way to one engine; to be closed when that is gone, or it tries to reconnect."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
         self._socket = zmq.Socket(context, zmq.PUSH)  # not an asyncio one: it never waits
         self._socket.set_hwm(0)
-        # An engine that goes away does not come back at this address.
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.connect(address)
 
-    def send(self, request: EngineRequest) -> bool:
-        """Sends without waiting; False if the engine is gone."""
-        try:
-            self._socket.send(encode(request), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+    def send(self, request: EngineRequest) -> None:
+        """Hands the request to the socket, which never makes the caller wait for the engine."""
+        self._socket.send(encode(request))
 
     def close(self) -> None:
         """Drops what the engine has not taken. May be called again."""

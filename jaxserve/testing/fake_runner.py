@@ -144,7 +144,7 @@ class FakeRunner:
         assert row.request_id == part.request_id, "a row changed hands and was not declared new"
         assert part.start == row.num_written, "a gap or an overlap in the positions"
         assert part.block_offset == len(row.block_table), "a gap or an overlap in the block table"
-        assert all(0 < block < len(self._cache) for block in part.new_block_ids)
+        assert all(0 < block < len(self._cache) for block in part.new_block_ids), "no such block"
         row.block_table += part.new_block_ids
         assert len(set(row.block_table)) == len(row.block_table), "a block twice in one table"
         return row
@@ -163,10 +163,10 @@ class FakeRunner:
         end = part.start + part.num_tokens
         if part.token_ids:
             tokens = part.token_ids
-            assert list(tokens) == part.known_token_ids[part.start : end]
+            assert list(tokens) == part.known_token_ids[part.start : end], "other tokens"
         else:
             tokens = [row.last_token]
-            assert part.start == len(part.known_token_ids)
+            assert part.start == len(part.known_token_ids), "a token left out that is known"
         assert len(tokens) == part.num_tokens
         for position, token in enumerate(tokens, part.start):
             block = row.block_table[position // self._block_size]
@@ -175,7 +175,8 @@ class FakeRunner:
 
     def _sample(self, row: _Row, part: ScheduledRequest) -> int:
         end = row.num_written
-        assert end == len(part.known_token_ids) + part.num_unknown_tokens
+        num_tokens = len(part.known_token_ids) + part.num_unknown_tokens
+        assert end == num_tokens, "only the last token can be sampled after"
         blocks = row.block_table[: -(-end // self._block_size)]
         context = array("q", itertools.chain.from_iterable(self._cache[b] for b in blocks))[:end]
         return _next_token(

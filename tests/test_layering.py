@@ -81,12 +81,17 @@ def imports(tree: ast.AST, *, at_import_time: bool) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import of {node.module}"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        elif at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        elif is_skipped(node, at_import_time):
             continue
         else:
             yield from imports(node, at_import_time=at_import_time)
+
+
+def is_skipped(node: ast.AST, at_import_time: bool) -> bool:
+    """Whether the code under this node never runs, or not when its module is imported."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return True
+    return at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 @cache

@@ -1,0 +1,191 @@
+"""Files of requests and of answers, in the batch format of the OpenAI API.
+
+A line of the input, and a line of the output:
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
+    {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...",
+     "body": {...}}, "error": null}
+
+The body of the answer to a request that failed is null, and ``error`` says why.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.openai.errors import ErrorBody, error_reply
+from jaxserve.openai.protocol import decode
+
+OK = 200
+
+
+class BatchRequest(msgspec.Struct, frozen=True):
+    """A line of the input. ``body`` is as it stands in the file."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line of the input that is not a request. ``custom_id`` is None if it has none."""
+
+    custom_id: str | None
+    error: InvalidRequestError
+
+
+class BatchResponse(msgspec.Struct, frozen=True):
+    """What the server would have replied. ``body`` is null if it is an error."""
+
+    status_code: int
+    request_id: str
+    body: Any
+
+
+class BatchResult(msgspec.Struct, frozen=True):
+    """A line of the output."""
+
+    id: str
+    custom_id: str | None
+    response: BatchResponse
+    error: ErrorBody | None = None
+
+    @classmethod
+    def of_body(cls, custom_id: str, body: Any) -> BatchResult:
+        """A request that was answered."""
+        return cls(_new_id(), custom_id, BatchResponse(OK, _new_id(), body))
+
+    @classmethod
+    def of_error(cls, custom_id: str | None, error: Exception) -> BatchResult:
+        """A request that failed."""
+        reply = error_reply(error)
+        return cls(_new_id(), custom_id, BatchResponse(reply.status, _new_id(), None), reply.body)
+
+
+def read_requests(path: Path) -> Iterator[BatchRequest | BadLine]:
+    """The lines of a file, read as they are needed. Empty lines are passed over."""
+    first_line_of: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            request = _parse(line, number)
+            if isinstance(request, BatchRequest):
+                first = first_line_of.setdefault(request.custom_id, number)
+                if first != number:
+                    request = _bad_line(
+                        request.custom_id, number, f"its custom_id was used before, in line {first}"
+                    )
+            yield request
+
+
+def _parse(line: bytes, number: int) -> BatchRequest | BadLine:
+    try:
+        return decode(line, BatchRequest)
+    except InvalidRequestError as error:
+        custom_id = None
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            custom_id = msgspec.json.decode(line, type=_WithId).custom_id
+        return _bad_line(custom_id, number, error.message)
+
+
+class _WithId(msgspec.Struct):
+    custom_id: str
+
+
+def _bad_line(custom_id: str | None, number: int, reason: str) -> BadLine:
+    return BadLine(custom_id, InvalidRequestError(f"line {number} of the input: {reason}"))
+
+
+class ResultFile:
+    """The output. Each result is handed to the operating system as soon as it is written, so that
+    the death of the program loses none.
+
+    Attributes:
+      answered: the ids of the requests that have an answer in the file since before it was opened.
+    """
+
+    def __init__(self, file: IO[bytes], answered: frozenset[str]) -> None:
+        """Use `create` or `resume`."""
+        self._file = file
+        self.answered = answered
+
+    @classmethod
+    def create(cls, path: Path, *, overwrite: bool) -> ResultFile:
+        """A new file.
+
+        Raises:
+          ConfigError: there is one already, and it is not to be overwritten.
+        """
+        try:
+            return cls(path.open("wb" if overwrite else "xb"), frozenset())
+        except FileExistsError:
+            raise ConfigError(
+                f"{path} exists already: --resume keeps its answers and goes on, --overwrite "
+                "replaces it"
+            ) from None
+
+    @classmethod
+    def resume(cls, path: Path) -> ResultFile:
+        """Keeps the answers of an earlier run, if there was one.
+
+        Errors are dropped, so that those requests are tried again, and so is a line that was being
+        written when the program died.
+        """
+        if not path.exists():
+            return cls.create(path, overwrite=False)
+        answered: set[str] = set()
+        kept = path.with_name(path.name + ".resuming")
+        with path.open("rb") as old, kept.open("wb") as new:
+            for line in old:
+                custom_id = _answered_id(line)
+                if custom_id is not None and custom_id not in answered:
+                    answered.add(custom_id)
+                    new.write(line)
+        os.replace(kept, path)
+        return cls(path.open("ab"), frozenset(answered))
+
+    def write(self, result: BatchResult) -> None:
+        """Appends a line."""
+        self._file.write(msgspec.json.encode(result) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Waits until everything is on the disk."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+class _OldResponse(msgspec.Struct):
+    status_code: int
+
+
+class _OldResult(msgspec.Struct):
+    custom_id: str
+    response: _OldResponse
+
+
+def _answered_id(line: bytes) -> str | None:
+    """The id of the request that a whole line of an output file answers."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        old = msgspec.json.decode(line, type=_OldResult)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return old.custom_id if old.response.status_code == OK else None
+
+
+def _new_id() -> str:
+    return f"batch-{uuid.uuid4().hex}"

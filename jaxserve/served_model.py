@@ -1,0 +1,38 @@
+"""What the front of an engine needs of a checkpoint: everything but the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.checkpoint.locate import open_checkpoint
+from jaxserve.config import ModelConfig
+from jaxserve.generation_defaults import GenerationDefaults
+from jaxserve.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model's short name, its tokenizer and its sampling defaults."""
+
+    name: str
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
+
+    @classmethod
+    def open(cls, config: ModelConfig) -> ServedModel:
+        """Reads them from where ``config.model`` and ``config.tokenizer`` point.
+
+        Raises:
+          CheckpointError: there is no such model, or it cannot be read.
+          ConfigError: its generation_config.json is impossible.
+        """
+        checkpoint = open_checkpoint(config.model)
+        tokenizer_from = checkpoint
+        if config.tokenizer is not None:
+            tokenizer_from = open_checkpoint(config.tokenizer)
+        defaults = GenerationDefaults.from_checkpoint(
+            checkpoint.generation_config,
+            checkpoint.config,
+            use_sampling=config.generation_config == "auto",
+        )
+        return cls(checkpoint.name, tokenizer_from.tokenizer(), defaults)

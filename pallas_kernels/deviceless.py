@@ -1,0 +1,101 @@
+"""Compiles a program for an H200 on a machine that has none, with the compiler that it would use.
+
+It needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt of the version of jax, and nothing else of
+CUDA: no driver, no toolkit. Matrix products outside the kernels are not autotuned this way, so the
+result is for looking at, not for running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
+
+DEVICE = "NVIDIA H200"
+
+# What the compiler wants to know of the device. Without versions it takes the driver for an ancient
+# one and leaves CUDA graphs out.
+_TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  runtime_version: "13.0.0"
+  driver_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def is_available() -> bool:
+    """Whether the wheels that hold the compiler are installed."""
+    return importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def compile_for_h200(
+    fn: Callable[..., Any],
+    *args: Any,
+    compiler_options: Mapping[str, Any] | None = None,
+    **jit_options: Any,
+) -> jax.stages.Compiled:
+    """Compiles ``fn`` for one H200.
+
+    Args:
+      fn: what to compile.
+      args: pytrees of `jax.ShapeDtypeStruct`.
+      compiler_options: debug options of XLA by name.
+      jit_options: for `jax.jit`, for example ``donate_argnums``.
+
+    Returns:
+      The program: `as_text` and `memory_analysis` work, a call does not.
+    """
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_TARGET, topology="1x1x1"
+    )
+    mesh = topologies.make_mesh(topology, (1,), ("device",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
+    with _abstract_h200():
+        lowered = jax.jit(fn, **jit_options).lower(*placed)
+        return lowered.compile(dict(compiler_options or {}))
+
+
+@contextlib.contextmanager
+def _abstract_h200() -> Iterator[None]:
+    """Tells the lowering of kernels, from jax 0.11 on, what device they are for."""
+    if jax.__version_info__ < (0, 11):  # assumes compute capability 9.0, which is right
+        yield
+        return
+    device = AbstractDevice(device_kind=DEVICE, num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        yield

@@ -1,0 +1,105 @@
+"""What the attention and cache kernels support, and errors that say so."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+BLOCK_SIZES = (16, 32, 64)
+MAX_GROUP = 128
+DTYPES = ("bfloat16", "float16", "float32")
+QUANTIZED_DTYPES = ("float8_e4m3fn", "int8")
+CACHE_DTYPES = DTYPES + QUANTIZED_DTYPES
+
+# The largest magnitude that a quantised cache entry can hold.
+QUANTIZED_MAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
+
+
+def is_quantized(cache_dtype: DTypeLike) -> bool:
+    """Whether a cache of this dtype holds 8-bit entries."""
+    return jnp.dtype(cache_dtype).name in QUANTIZED_DTYPES
+
+
+def check_supported(
+    *,
+    head_dim: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    dtype: DTypeLike,
+    cache_dtype: DTypeLike,
+) -> None:
+    """Raises ValueError, naming the value and the supported ones, for what is not supported."""
+    _check_one_of("head_dim", head_dim, HEAD_DIMS)
+    _check_one_of("block_size", block_size, BLOCK_SIZES)
+    check_dtype("dtype", dtype)
+    _check_one_of("dtype of the cache", jnp.dtype(cache_dtype).name, CACHE_DTYPES)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+        )
+    if num_heads // num_kv_heads > MAX_GROUP:
+        raise ValueError(
+            f"at most {MAX_GROUP} query heads may share a key head, "
+            f"got {num_heads // num_kv_heads} ({num_heads} / {num_kv_heads})"
+        )
+
+
+def check_cache(
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+) -> None:
+    """Checks a cache and the scales of its entries.
+
+    Args:
+      k_cache: [num_layers, num_blocks, block_size, num_kv_heads, head_dim].
+      v_cache: the same shape and dtype.
+      k_scale: f32[num_layers, num_kv_heads] for a cache of 8 bits, or None.
+      v_scale: the same for the values.
+
+    Raises:
+      ValueError: the caches differ or are too large to address, or the scales do not fit them; an
+        int8 cache must have scales, for its integers mean nothing without.
+    """
+    if k_cache.ndim != 5 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            "the caches must be two arrays [num_layers, num_blocks, block_size, num_kv_heads, "
+            f"head_dim] of one shape and dtype, got {k_cache.shape} {k_cache.dtype} and "
+            f"{v_cache.shape} {v_cache.dtype}"
+        )
+    # Offsets are counted in elements, in 32 signed bits for arrays of up to 2**32 bytes: enough
+    # for entries of two bytes or more, too few for entries of one byte.
+    if k_cache.dtype.itemsize == 1 and 2**31 < k_cache.size <= 2**32:
+        raise ValueError(
+            f"an 8-bit cache must be smaller than 2 GiB or larger than 4 GiB an array, got "
+            f"{k_cache.size} bytes: change the number of blocks"
+        )
+    shape = (k_cache.shape[0], k_cache.shape[3])
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and not is_quantized(k_cache.dtype):
+            raise ValueError(f"{name} is for 8-bit caches, the cache is {k_cache.dtype.name}")
+        if scale is None and k_cache.dtype == jnp.int8:
+            raise ValueError(f"an int8 cache needs {name}, float32 of shape {shape}")
+        if scale is not None:
+            check_shape(name, scale, shape)
+
+
+def check_dtype(what: str, dtype: DTypeLike) -> None:
+    """Raises ValueError unless ``dtype`` is one of `DTYPES`."""
+    _check_one_of(what, jnp.dtype(dtype).name, DTYPES)
+
+
+def check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless ``array`` has the given shape."""
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+
+
+def _check_one_of(what: str, value: int | str, supported: tuple[int | str, ...]) -> None:
+    if value not in supported:
+        names = ", ".join(str(s) for s in supported)
+        raise ValueError(f"{what} {value} is not supported: expected one of {names}")

@@ -1,0 +1,133 @@
+"""The same functions as the kernels, in plain jnp: what each kernel must compute.
+
+Each has the signature of its kernel, less the arguments that say how to run it. They are written to
+be read: memory and speed do not matter. Tests compare them, and the kernels, with numpy.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import limits
+from pallas_kernels.kv_write import quantized
+
+
+def paged_decode(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    layer: jax.Array | int,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> jax.Array:
+    """See `paged_decode.paged_decode`: decode is the ragged form with one token a request."""
+    query_start = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+    return ragged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        query_start,
+        layer,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def ragged_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start: jax.Array,
+    layer: jax.Array | int,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> jax.Array:
+    """See `ragged_attention.ragged_attention`."""
+    num_tokens, num_heads, head_dim = q.shape
+    _, num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    num_rows, width = block_tables.shape
+
+    # The request of each token, and the position that its query has there.
+    token = jnp.arange(num_tokens)
+    row = jnp.searchsorted(query_start, token, side="right") - 1
+    real = row < num_rows
+    row = jnp.minimum(row, num_rows - 1)
+    position = seq_lens[row] - query_start[row + 1] + token
+    length = jnp.where(real, seq_lens[row], 0)
+
+    # [num_tokens, context, num_kv_heads, head_dim]: every position that the table could hold.
+    context = jnp.arange(width * block_size)
+    block = jnp.clip(block_tables, 0, num_blocks - 1)[row][:, context // block_size]
+    k = _dequantized(k_cache, k_scale)[layer, block, context % block_size]
+    v = _dequantized(v_cache, v_scale)[layer, block, context % block_size]
+    visible = (context <= position[:, None]) & (context < length[:, None])
+    if window is not None:
+        visible &= context > position[:, None] - window
+
+    queries = q.astype(jnp.float32).reshape(num_tokens, num_kv_heads, -1, head_dim)
+    s = jnp.einsum("tkgd,tckd->tkgc", queries, k, precision="highest") * scale
+    if soft_cap is not None:
+        s = soft_cap * jnp.tanh(s / soft_cap)
+    s = jnp.where(visible[:, None, None, :], s, -jnp.inf)
+    p = jnp.where(visible.any(1)[:, None, None, None], jax.nn.softmax(s, axis=-1), 0.0)
+    v = jnp.where(visible[:, :, None, None], v, 0.0)
+    out = jnp.einsum("tkgc,tckd->tkgd", p, v, precision="highest")
+    return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)
+
+
+def kv_write(
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    layer: jax.Array | int,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `kv_write.kv_write`."""
+    _, num_blocks, block_size, _, _ = k_cache.shape
+    # A negative index would wrap; one past the end is dropped.
+    block = jnp.where(slots < 0, num_blocks, slots // block_size)
+
+    def written(cache: jax.Array, x: jax.Array, scale: jax.Array | None) -> jax.Array:
+        if limits.is_quantized(cache.dtype):
+            x = quantized(x, 1.0 if scale is None else scale[layer][:, None], cache.dtype)
+        return cache.at[layer, block, slots % block_size].set(x.astype(cache.dtype), mode="drop")
+
+    return written(k_cache, k, k_scale), written(v_cache, v, v_scale)
+
+
+def add_rms_norm(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `add_rms_norm.add_rms_norm`."""
+    total = (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(x.dtype)
+    h = total.astype(jnp.float32)
+    normalized = h / jnp.sqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
+    return (normalized * weight.astype(jnp.float32)).astype(x.dtype), total
+
+
+def _dequantized(cache: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """The cache in float32, multiplied by the scale of each layer and head."""
+    values = cache.astype(jnp.float32)
+    return values if scale is None else values * scale[:, None, None, :, None]

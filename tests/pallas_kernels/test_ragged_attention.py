@@ -1,0 +1,120 @@
+"""The ragged kernel against numpy: mixed batches, chunks, padding, and every option."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pallas_kernels import reference
+from pallas_kernels.ragged_attention import ragged_attention
+from pallas_kernels.tuning import KernelConfig
+
+LAYER = 1
+# Decode rows, whole prompts, chunks of prompts, a request that has no tokens in the step, and one
+# that is not there at all; contexts end on both sides of the edges of blocks and tiles.
+CONTEXTS = (50, 1, 17, 16, 35, 40, 64, 0, 15)
+CHUNKS = (1, 1, 1, 16, 35, 7, 24, 0, 0)
+
+# Each line: the shape, rows of a program, keys of a tile. Together they have every supported size,
+# dtype and option, and most pairs of them.
+CASES = {
+    "group 3": ({"num_heads": 9, "num_kv_heads": 3, "num_padding": 6}, 16, 16),
+    "group 3, window": (
+        {"num_heads": 6, "window": 20, "num_padding": 1, "block_size": 32},
+        64,
+        16,
+    ),
+    "group 4, cap": ({"num_heads": 8, "head_dim": 128, "soft_cap": 2.0}, 32, 32),
+    "group 5, f16": ({"num_heads": 10, "dtype": "float16", "head_dim": 80, "window": 16}, 32, 16),
+    "group 7, f32": (
+        {"num_heads": 7, "num_kv_heads": 1, "dtype": "float32", "window": 1, "num_padding": 40},
+        16,
+        16,
+    ),
+    "group 8, fp8": (
+        {"num_heads": 16, "cache_dtype": "float8_e4m3fn", "head_dim": 96, "block_size": 64},
+        64,
+        32,
+    ),
+    "group 16, int8": (
+        {"num_heads": 16, "num_kv_heads": 1, "cache_dtype": "int8", "window": 33, "soft_cap": 3.0},
+        16,
+        64,
+    ),
+    "one head each": (
+        {"num_heads": 3, "num_kv_heads": 3, "head_dim": 256, "block_size": 64, "window": 40},
+        16,
+        16,
+    ),
+    "one key head, group 20": ({"num_heads": 20, "num_kv_heads": 1, "head_dim": 32}, 16, 16),
+    "f32, cap, window": (
+        {"dtype": "float32", "head_dim": 80, "soft_cap": 1.0, "window": 17, "block_size": 32},
+        64,
+        32,
+    ),
+    "f16 queries, int8": ({"dtype": "float16", "cache_dtype": "int8", "head_dim": 16}, 32, 64),
+}
+
+
+@pytest.mark.parametrize(("options", "block_m", "block_n"), CASES.values(), ids=CASES.keys())
+def test_ragged_is_attention(options, block_m, block_n, make_problem, shape):
+    problem = make_problem(shape(CONTEXTS, CHUNKS, **options))
+    out = ragged_attention(
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        problem.block_tables,
+        problem.seq_lens,
+        problem.query_start,
+        LAYER,
+        **problem.options,
+        config=KernelConfig(block_m, block_n, num_warps=4, num_stages=2),
+        interpret=True,
+    )
+    problem.check(out)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "chunks", "num_padding"),
+    [
+        pytest.param((0, 0), (0, 0), 5, id="all padding"),
+        pytest.param((130,), (130,), 0, id="one long prompt"),
+    ],
+)
+def test_configuration_is_found_without_help(contexts, chunks, num_padding, make_problem, shape):
+    problem = make_problem(shape(contexts, chunks, num_padding=num_padding))
+    out = ragged_attention(
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        problem.block_tables,
+        problem.seq_lens,
+        problem.query_start,
+        LAYER,
+        **problem.options,
+        interpret=True,
+    )
+    problem.check(out)
+
+
+@pytest.mark.parametrize("name", ["group 3, window", "group 8, fp8"])
+def test_reference_is_attention(name, make_problem, shape):
+    problem = make_problem(shape(CONTEXTS, CHUNKS, **CASES[name][0]))
+    out = reference.ragged_attention(
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        problem.block_tables,
+        problem.seq_lens,
+        problem.query_start,
+        LAYER,
+        **problem.options,
+    )
+    problem.check(out)
+
+
+def test_query_start_must_fit_the_rows():
+    q, cache = np.zeros((2, 4, 64), np.float32), np.zeros((1, 2, 16, 2, 64), np.float32)
+    table, lens = np.zeros((2, 1), np.int32), np.ones(2, np.int32)
+    with pytest.raises(ValueError, match=r"query_start must have shape \(3,\), got \(2,\)"):
+        ragged_attention(q, cache, cache, table, lens, lens, 0, scale=1.0, interpret=True)

@@ -1,0 +1,1 @@
+"""Measures the real server on this machine: ``python -m jaxserve.bench`` or ``scripts/bench``."""

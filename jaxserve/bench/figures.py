@@ -1,0 +1,168 @@
+"""What was measured: the figures, how they follow from the timings, and a table of them."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from jaxserve.bench.http import Timing
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """Of requests sent at the same time.
+
+    Attributes:
+      num_requests, num_prompt_tokens, num_output_tokens: of all.
+      seconds: from sending to the last token.
+      output_tokens_per_s: over all of that time, prefill included.
+      steady_tokens_per_s: while every request was being answered: from the first token of the last
+        one to the last token of the first one; None if there was no such time.
+      ttft_median_s, ttft_max_s: from sending to the first token.
+    """
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    seconds: float
+    output_tokens_per_s: float
+    steady_tokens_per_s: float | None
+    ttft_median_s: float
+    ttft_max_s: float
+
+    @classmethod
+    def of(cls, timings: Sequence[Timing]) -> LoadFigures:
+        """From the timings of the requests."""
+        began_s = min(t.sent_s for t in timings)
+        seconds = max(t.last_s for t in timings) - began_s
+        num_output_tokens = sum(t.num_tokens for t in timings)
+        waits = sorted(t.first_s - t.sent_s for t in timings)
+        return cls(
+            num_requests=len(timings),
+            num_prompt_tokens=sum(t.num_prompt_tokens for t in timings),
+            num_output_tokens=num_output_tokens,
+            seconds=seconds,
+            output_tokens_per_s=num_output_tokens / seconds,
+            steady_tokens_per_s=_steady_rate(timings),
+            ttft_median_s=waits[len(waits) // 2],
+            ttft_max_s=waits[-1],
+        )
+
+
+def _steady_rate(timings: Sequence[Timing]) -> float | None:
+    begin_s = max(t.first_s for t in timings)
+    end_s = min(t.last_s for t in timings)
+    if end_s <= begin_s:
+        return None
+    tokens = sum(t.tokens_at(end_s) - t.tokens_at(begin_s) for t in timings)
+    return tokens / (end_s - begin_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where, with what and when it was measured."""
+
+    processor: str
+    num_cores: int
+    memory_bytes: int
+    python: str
+    versions: dict[str, str]
+    date: str
+
+    @classmethod
+    def this(cls) -> Machine:
+        """This one, now."""
+        packages = ("jaxserve", "jax", "jaxlib")
+        return cls(
+            processor=_processor(),
+            num_cores=len(psutil.Process().cpu_affinity() or [0]),
+            memory_bytes=psutil.virtual_memory().total,
+            python=platform.python_version(),
+            versions={name: importlib.metadata.version(name) for name in packages},
+            date=datetime.date.today().isoformat(),
+        )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Everything that one run of the benchmark measures.
+
+    ``cold_start_s`` and ``warm_start_s`` are from starting the command to the end of a first short
+    answer, with an empty and with a filled cache of compiled programs.
+    """
+
+    machine: Machine
+    model: str
+    server_flags: list[str]
+    input_len: int
+    output_len: int
+    cold_start_s: float | None
+    warm_start_s: float
+    alone: LoadFigures
+    together: LoadFigures
+    front_peak_bytes: int
+    engine_peak_bytes: int
+    idle_cpu: float
+
+    def table(self) -> str:
+        """A table in Markdown."""
+        machine, alone, together = self.machine, self.alone, self.together
+        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+        flags = f" with {' '.join(self.server_flags)}" if self.server_flags else ""
+        rows = [
+            ("start to first answer, nothing compiled before", _seconds(self.cold_start_s)),
+            ("start to first answer, compiled before", _seconds(self.warm_start_s)),
+            ("one request: time to first token", _seconds(alone.ttft_median_s)),
+            ("one request: decode", _rate(alone.steady_tokens_per_s)),
+            (f"{together.num_requests} requests: whole run", _rate(together.output_tokens_per_s)),
+            (
+                f"{together.num_requests} requests: steady decode",
+                _rate(together.steady_tokens_per_s),
+            ),
+            (
+                f"{together.num_requests} requests: time to first token, median and longest",
+                f"{_seconds(together.ttft_median_s)}, {_seconds(together.ttft_max_s)}",
+            ),
+            ("peak memory, front", _mib(self.front_peak_bytes)),
+            ("peak memory, engines", _mib(self.engine_peak_bytes)),
+            ("idle, part of one core", f"{self.idle_cpu:.1%}"),
+        ]
+        return "\n".join(
+            [
+                f"{machine.processor}, {machine.num_cores} cores, "
+                f"{machine.memory_bytes / 2**30:.0f} GiB; Python {machine.python}, {versions}; "
+                f"{machine.date}",
+                f"{self.model}{flags}: {self.input_len} tokens in, {self.output_len} out, greedy",
+                "",
+                "| | |",
+                "|---|---|",
+                *(f"| {what} | {value} |" for what, value in rows),
+            ]
+        )
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+def _rate(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.1f} output tokens/s"
+
+
+def _mib(value: int) -> str:
+    return f"{value / 2**20:.0f} MiB"

@@ -1,0 +1,109 @@
+"""The server as a process of its own, watched from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from jaxserve.bench.http import get_status
+from jaxserve.errors import JaxserveError
+
+HOST = "127.0.0.1"
+POLL_S = 0.02
+STOP_TIMEOUT_S = 20.0
+
+
+class ServerFailedError(JaxserveError):
+    """The server under test ended before it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """The most memory that the processes held at any time so far, in bytes."""
+
+    front_bytes: int
+    engine_bytes: int
+
+
+class ServerProcess:
+    """``python -m server`` on a free port; a context manager that ends it.
+
+    Attributes:
+      port: where it listens.
+      began_s: when it was started, `time.monotonic`.
+    """
+
+    def __init__(self, flags: Sequence[str], *, log: Path) -> None:
+        """Starts the server, which is not ready then. Its output goes to ``log``."""
+        self.port = _free_port()
+        self.began_s = time.monotonic()
+        self._log = log
+        with log.open("wb") as out:
+            self._process = psutil.Popen(
+                [sys.executable, "-P", "-m", "server", *flags, "--port", str(self.port)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except psutil.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    async def until_healthy(self) -> None:
+        """Waits until the server can answer. Raises ServerFailedError if it ends instead."""
+        while await get_status(HOST, self.port, "/health") != 200:
+            if self._process.poll() is not None:
+                log = self._log.read_text(errors="replace")
+                raise ServerFailedError(
+                    f"the server ended with exit code {self._process.returncode}:\n{log[-4000:]}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    def peak_memory(self) -> ProcessMemory:
+        """Of the front, and of all engines together."""
+        return ProcessMemory(
+            _peak_bytes(self._process.pid), sum(_peak_bytes(p.pid) for p in self._engines())
+        )
+
+    def cpu_seconds(self) -> float:
+        """Processor time that all processes have used so far."""
+        times = [process.cpu_times() for process in [self._process, *self._engines()]]
+        return sum(t.user + t.system for t in times)
+
+    def _engines(self) -> list[psutil.Process]:
+        return self._process.children(recursive=True)
+
+
+def _peak_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]

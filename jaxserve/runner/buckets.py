@@ -40,6 +40,7 @@ MIN_ROWS = 2
 
 FEW_ROWS = 8
 MIN_MIXED_TOKENS = 32
+NARROW_TABLE = 512
 
 
 class Buckets:
@@ -86,6 +87,16 @@ class Buckets:
         length = max((part.start + part.num_tokens for part in plan.scheduled), default=0)
         size = Bucket(plan.num_tokens, len(plan.scheduled), -(-length // block_size))
         return next(bucket for bucket in self.all if bucket.holds(size))
+
+
+def table_widths(max_model_len: int, block_size: int) -> tuple[int, ...]:
+    """The widths of block tables to compile for, in ascending order.
+
+    Attention stops at the end of each request, so that a wide table costs no more than its way to
+    the device: 2 KiB a row at the narrow width. Only longer contexts are worth a second one.
+    """
+    longest = -(-max_model_len // block_size)
+    return (longest,) if longest <= NARROW_TABLE else (NARROW_TABLE, longest)
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

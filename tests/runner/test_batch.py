@@ -1,0 +1,80 @@
+import dataclasses
+
+import numpy as np
+
+from jaxserve.core.plan import ScheduledRequest, StepPlan
+from jaxserve.runner.batch import BatchBuilder
+from jaxserve.runner.buckets import Bucket
+from jaxserve.sampling_params import SamplingParams
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_ROWS = 4, 20, 6
+NUM_SLOTS = BLOCK_SIZE * NUM_BLOCKS
+
+
+def part(row, start, tokens, *, blocks=(), offset=0, samples=True) -> ScheduledRequest:
+    """``tokens``: ids, or None for the one on the device."""
+    return ScheduledRequest(
+        request_id=str(row), row=row, is_new=False, start=start,
+        num_tokens=1 if tokens is None else len(tokens), token_ids=tokens or [],
+        block_offset=offset, new_block_ids=list(blocks), samples=samples,
+        params=SamplingParams(seed=0), eos_token_id=None, num_prompt_tokens=1, known_token_ids=[],
+    )  # fmt: skip
+
+
+def builder() -> BatchBuilder:
+    return BatchBuilder(
+        num_rows=NUM_ROWS, table_width=8, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE
+    )
+
+
+def test_a_mixed_step_field_by_field():
+    batch = builder()
+    first = StepPlan(0, (part(4, 0, [7] * 5, blocks=[9, 3]), part(1, 0, [8] * 4, blocks=[5])))
+    batch.build(first, Bucket(16, 4, 8), keep_tokens=True)
+    second = StepPlan(
+        1,
+        (
+            part(4, 5, None),
+            part(1, 4, [11], blocks=[6], offset=1),
+            part(0, 2, [21, 22, 23], blocks=[2, 12], samples=False),
+        ),
+    )
+    inputs = batch.build(second, Bucket(8, 4, 2), keep_tokens=True)
+    assert inputs.tokens.tolist() == [0, 11, 21, 22, 23, 0, 0, 0]
+    assert inputs.sources.tolist() == [4, -1, -1, -1, -1, -1, -1, -1]
+    assert inputs.last.tolist() == [0, 1, 4, 0]
+    assert inputs.targets.tolist() == [4, 1, NUM_ROWS, NUM_ROWS]
+    meta = inputs.meta
+    assert not meta.decode_only
+    assert meta.positions.tolist() == [5, 4, 2, 3, 4, 0, 0, 0]
+    slots = [3 * 4 + 1, 6 * 4, 2 * 4 + 2, 2 * 4 + 3, 12 * 4]
+    assert meta.slots.tolist() == slots + [NUM_SLOTS] * 3
+    assert meta.block_tables[:3].tolist() == [[9, 3], [5, 6], [2, 12]]
+    assert meta.seq_lens.tolist() == [6, 5, 5, 0]
+    assert meta.query_start.tolist() == [0, 1, 2, 5, 5]
+    assert {leaf.dtype for leaf in (inputs.tokens, inputs.last, meta.slots)} == {np.dtype("int32")}
+
+
+def test_nothing_is_kept_when_the_sampler_chooses():
+    inputs = builder().build(
+        StepPlan(0, (part(1, 0, [1], blocks=[5]),)), Bucket(2, 2, 8), keep_tokens=False
+    )
+    assert inputs.targets.tolist() == [NUM_ROWS, NUM_ROWS]
+
+
+def test_an_empty_plan_touches_nothing():
+    inputs = builder().build(StepPlan(0, ()), Bucket(2, 2, 8), keep_tokens=True)
+    assert inputs.meta.decode_only
+    assert inputs.meta.slots.tolist() == [NUM_SLOTS] * 2
+    assert inputs.meta.seq_lens.tolist() == [0, 0]
+    assert inputs.targets.tolist() == [NUM_ROWS] * 2
+    assert inputs.sources.tolist() == [-1, -1]
+
+
+def test_what_was_built_does_not_change_with_later_steps():
+    batch = builder()
+    plan = StepPlan(0, (part(0, 0, [1, 2, 3, 4], blocks=[5]),))
+    before = batch.build(plan, Bucket(8, 2, 8), keep_tokens=True)
+    copy = dataclasses.replace(before.meta, block_tables=before.meta.block_tables.copy())
+    batch.build(StepPlan(1, (part(0, 0, [9], blocks=[17]),)), Bucket(2, 2, 8), keep_tokens=True)
+    np.testing.assert_array_equal(before.meta.block_tables, copy.block_tables)

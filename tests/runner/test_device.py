@@ -1,0 +1,34 @@
+from jaxserve.runner import device
+from jaxserve.runner.device import current_device
+
+CPU_INFO = """processor\t: 0
+model name\t: Some CPU @ 2 GHz
+flags\t\t: fpu {flag} sse
+bugs\t\t:
+
+processor\t: 1
+model name\t: Another
+"""
+
+
+def test_the_device_of_the_tests_is_a_cpu_with_memory():
+    found = current_device()
+    assert found.platform == "cpu"
+    assert found.kind
+    assert found.free_bytes > 0
+
+
+def test_bf16_is_read_from_the_flags_of_the_cpu(monkeypatch, tmp_path):
+    path = tmp_path / "cpuinfo"
+    monkeypatch.setattr(device, "CPU_INFO", path)
+    for flag, expected in [("avx512_bf16", True), ("amx_bf16", True), ("avx512f", False)]:
+        path.write_text(CPU_INFO.format(flag=flag))
+        found = current_device()
+        assert found.has_native_bf16 is expected
+        assert found.kind == "Some CPU @ 2 GHz"
+
+
+def test_a_system_without_cpuinfo_still_has_a_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(device, "CPU_INFO", tmp_path / "missing")
+    found = current_device()
+    assert (found.kind, found.has_native_bf16) == ("CPU", False)

@@ -1,0 +1,124 @@
+import numpy as np
+import pytest
+
+from jaxserve.core.plan import ScheduledRequest, StepPlan
+from jaxserve.runner.sampling_batch import SamplingBatchBuilder
+from jaxserve.sampling.rows import GREEDY, SamplingFeatures
+from jaxserve.sampling_params import SamplingParams
+
+V, S = 100, 6
+
+
+def part(row=0, *, known=(1, 2, 3), num_prompt=3, unknown=0, samples=True, eos=None, **params):
+    params = SamplingParams(**{"seed": 0, "temperature": 0, **params})
+    return ScheduledRequest(
+        request_id=str(row), row=row, is_new=True, start=len(known) + unknown - 1, num_tokens=1,
+        token_ids=[], block_offset=0, new_block_ids=[], samples=samples, params=params,
+        eos_token_id=eos, num_prompt_tokens=num_prompt, known_token_ids=list(known),
+        num_unknown_tokens=unknown,
+    )  # fmt: skip
+
+
+def built(*parts, num_rows=4, builder=None):
+    builder = builder or SamplingBatchBuilder(num_rows=S, vocab_size=V)
+    for each in parts:
+        if each.is_new:
+            builder.admit(each)
+    plan = StepPlan(0, parts)
+    features = builder.features(plan.sampling)
+    return features, builder.build(plan, num_rows, features)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, GREEDY),
+        ({"top_p": 0.5, "top_k": 3, "min_p": 0.1}, GREEDY),
+        ({"temperature": 1}, SamplingFeatures(random=True)),
+        ({"temperature": 1, "top_k": V}, SamplingFeatures(random=True)),
+        ({"temperature": 1, "top_k": -1}, SamplingFeatures(random=True)),
+        ({"temperature": 1, "top_k": 64}, SamplingFeatures(random=True, filters=True)),
+        ({"temperature": 1, "top_p": 0.9}, SamplingFeatures(random=True, filters=True)),
+        ({"temperature": 1, "min_p": 0.1}, SamplingFeatures(random=True, filters=True)),
+        (
+            {"temperature": 1, "top_k": 65},
+            SamplingFeatures(random=True, filters=True, large_top_k=True),
+        ),
+        ({"presence_penalty": 1}, SamplingFeatures(penalties=True)),
+        ({"logprobs": 0}, SamplingFeatures(num_logprobs=1)),
+        ({"logprobs": 4}, SamplingFeatures(num_logprobs=5)),
+        ({"logprobs": 20}, SamplingFeatures(num_logprobs=20)),
+        ({"min_tokens": 1}, GREEDY),
+        ({"min_tokens": 1, "eos": 5}, SamplingFeatures(blocked=True)),
+        ({"min_tokens": 0, "eos": 5}, GREEDY),
+    ],
+)
+def test_features_are_what_the_requests_need(params, expected):
+    features, _ = built(part(**params))
+    assert features == expected
+
+
+def test_requests_that_do_not_sample_need_nothing():
+    features, rows = built(part(samples=False, temperature=1), part(2))
+    assert features == GREEDY
+    assert rows.targets.tolist() == [S, 2, S, S]
+
+
+def test_rows_field_by_field():
+    _, rows = built(
+        part(5, known=(1, 2, 3, 4), seed=-1, temperature=0.001, top_k=7, top_p=0.5, min_p=0.25),
+        part(2, known=(1, 2), num_prompt=2, seed=2**40 + 3, repetition_penalty=1.5,
+             frequency_penalty=-1, presence_penalty=0.5),
+    )  # fmt: skip
+    assert rows.targets.tolist() == [5, 2, S, S]
+    assert rows.positions.tolist() == [4, 2, 0, 0]
+    assert rows.seeds.tolist() == [[2**32 - 1, 2**32 - 1], [3, 256], [0, 0], [0, 0]]
+    assert rows.temperature.tolist() == pytest.approx([0.01, 0, 0, 0])
+    assert rows.top_k.tolist() == [7, V, V, V]
+    assert rows.top_p.tolist() == [0.5, 1, 1, 1]
+    assert rows.min_p.tolist() == [0.25, 0, 0, 0]
+    assert rows.repetition.tolist() == [1, 1.5, 1, 1]
+    assert rows.frequency.tolist() == [0, -1, 0, 0]
+    assert rows.presence.tolist() == [0, 0.5, 0, 0]
+
+
+def entries(rows, num_rows: int) -> list[tuple[int, ...]]:
+    fields = [rows.rows, rows.ids, *([rows.counts] if hasattr(rows, "counts") else [])]
+    return sorted(e for e in zip(*(f.tolist() for f in fields), strict=True) if e[0] < num_rows)
+
+
+def test_blocked_ids_until_min_tokens():
+    # Three tokens of output so far when the fourth is sampled.
+    def at(min_tokens: int, row: int) -> ScheduledRequest:
+        return part(row, known=range(10, 16), num_prompt=3, eos=9, stop_token_ids=(4, 5),
+                    min_tokens=min_tokens)  # fmt: skip
+
+    _, rows = built(at(4, 0), at(3, 1), at(0, 2))
+    assert entries(rows.blocked, 4) == [(0, 4), (0, 5), (0, 9)]
+
+
+def test_seen_tokens_grow_with_the_request_and_are_forgotten_with_the_row():
+    builder = SamplingBatchBuilder(num_rows=S, vocab_size=V)
+    _, rows = built(part(3, known=(7, 7, 8), num_prompt=2, presence_penalty=1), builder=builder)
+    assert entries(rows.seen, 4) == [(0, 7, 0), (0, 8, 1)]
+    assert rows.seen.pending.tolist() == [-1] * 4
+
+    grown = [7, 7, 8, *range(100), 8]
+    later = part(3, known=grown, num_prompt=2, unknown=1, presence_penalty=1)
+    plan = StepPlan(1, (part(0), later))
+    builder.admit(part(0))
+    rows = builder.build(plan, 4, builder.features(plan.sampling))
+    counts = {token: grown[2:].count(token) for token in grown}
+    assert entries(rows.seen, 4) == sorted((1, token, n) for token, n in counts.items())
+    assert rows.seen.pending.tolist() == [-1, 3, -1, -1]
+
+    _, rows = built(part(3, known=(1,), num_prompt=1, presence_penalty=1), builder=builder)
+    assert entries(rows.seen, 4) == [(0, 1, 0)]
+
+
+def test_lists_have_few_sizes():
+    sizes = set()
+    for length in (1, 64, 65, 99):
+        _, rows = built(part(known=np.arange(length).tolist(), presence_penalty=1))
+        sizes.add(len(rows.seen.ids))
+    assert sizes == {64, 256}

@@ -33,9 +33,10 @@ class Detokenizer:
     become U+FFFD; the bytes of an unfinished character are held back. No leading space is taken
     off, since the text goes on after a prompt.
 
-    A stop text is looked for after each token, in the text of the tokens after the first
-    ``min_tokens``. The one that begins earliest wins, then the one named first. The text ends before
-    it, or after it with ``include_stop``. Text is held back only while it could begin a stop text.
+    A stop text is looked for after each token, in the characters that are completed by tokens after
+    the first ``min_tokens``. The one that begins earliest wins, then the one named first. The
+    text ends before it, or after it with ``include_stop``. Text is held back only while it could
+    begin a stop text.
 
     The token that ended the answer for another reason, an end token or a stop id, should be pushed
     only if its text is wanted.
@@ -74,7 +75,7 @@ class Detokenizer:
             return self._push_searched(token_ids, self._matcher, finished)
         if len(token_ids) == 1 and not self._bytes and not finished:
             piece = self._pieces[token_ids[0]]
-            if type(piece) is str:
+            if isinstance(piece, str):
                 return DetokenizerStep(piece, None, 1)
         text = "".join([self._text(token_id) for token_id in token_ids])
         if finished:
@@ -87,8 +88,6 @@ class Detokenizer:
         deltas = []
         for used, token_id in enumerate(token_ids, 1):
             text = self._text(token_id)
-            if finished and used == len(token_ids):
-                text += self._flush()
             if self._unsearched > 0:
                 self._unsearched -= 1
                 deltas.append(text)
@@ -100,25 +99,25 @@ class Detokenizer:
                 deltas.append(stop if self._include_stop else "")
                 return DetokenizerStep("".join(deltas), stop, used)
         if finished:
-            deltas.append(matcher.held if token_ids else matcher.held + self._flush())
-            self._done = True
+            deltas.append(matcher.held + self._flush())
         return DetokenizerStep("".join(deltas), None, len(token_ids))
 
     def _text(self, token_id: int) -> str:
         """The text that is complete with this token."""
         piece = self._pieces[token_id]
-        if type(piece) is str and not self._bytes:
-            return piece
-        data = self._bytes + (piece.encode() if type(piece) is str else piece)
+        if isinstance(piece, str):
+            if not self._bytes:
+                return piece
+            piece = piece.encode()
+        data = self._bytes + piece
         text, num_used = codecs.utf_8_decode(data, "replace", False)
         self._bytes = data[num_used:]
         return text
 
     def _flush(self) -> str:
-        """The replacement for a character that was never finished."""
+        """Ends the text: the replacement for a character that was never finished."""
         self._done = True
-        data, self._bytes = self._bytes, b""
-        return data.decode(errors="replace")
+        return self._bytes.decode(errors="replace")
 
 
 class StopMatcher:
@@ -142,13 +141,11 @@ class StopMatcher:
         self._fallbacks = [[0, 0] for _ in stops]
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Adds text. Returns what comes before any stop text, and the stop text, if one is found."""
+        """Adds text. Returns what comes before a stop text, and the stop text if there is one."""
         if not self.held and self._firsts.isdisjoint(text):
             return text, None
         whole = self.held + text
-        found = min(
-            ((end - len(self._stops[i]), i) for i, end in self._ends(text)), default=None
-        )
+        found = min(((end - len(self._stops[i]), i) for i, end in self._ends(text)), default=None)
         if found is not None:
             start, i = found
             self.held = ""
@@ -164,6 +161,8 @@ class StopMatcher:
         num_held = len(self.held)
         for i, stop in enumerate(self._stops):
             fallback, matched = self._fallbacks[i], self._matched[i]
+            if not matched and stop[0] not in text:
+                continue
             for at, char in enumerate(text, num_held + 1):
                 matched = _advance(stop, fallback, matched, char)
                 if matched == len(stop):

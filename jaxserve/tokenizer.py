@@ -197,7 +197,9 @@ class Tokenizer:
 
 def _mark_special(backend: Backend, texts: Iterable[str]) -> None:
     """Makes known tokens special. Unknown ones would get ids that the model does not have."""
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    special = {
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    }
     backend.add_special_tokens(
         [
             AddedToken(text, special=True, normalized=False)
@@ -209,7 +211,9 @@ def _mark_special(backend: Backend, texts: Iterable[str]) -> None:
 
 def _byte_rule(backend: Backend) -> tuple[Callable[[str], bytes], bool]:
     """How the bytes of a token follow from its name, and whether decoding strips a space."""
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
+    decoder: dict[str, Any] = (
+        json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
+    )
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = {step["type"] for step in steps}
     if kinds == {"ByteLevel"}:

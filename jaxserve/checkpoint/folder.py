@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +47,12 @@ class FolderCheckpoint:
         self.generation_config = read_json(generation_config) if generation_config.exists() else {}
         self._shards = _open_shards(path)
 
-    @cached_property
+    @property
     def tensor_names(self) -> list[str]:
         """Names of all tensors, in the order in which `tensors` yields them."""
         return [name for _, names in self._shards for name in names]
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(shard.entries[name].num_bytes for shard, names in self._shards for name in names)

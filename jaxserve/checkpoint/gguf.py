@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -65,12 +64,12 @@ class GGUFCheckpoint:
             if name != gguf_config.ROPE_FACTORS
         }
 
-    @cached_property
+    @property
     def tensor_names(self) -> list[str]:
         """Names of all tensors, in the order in which `tensors` yields them."""
         return list(self._tensors)
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         """Bytes of all arrays after dequantisation."""
         return sum(

@@ -44,7 +44,7 @@ U32, U64 = SCALARS[4], SCALARS[10]
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor entry. ``shape`` has the fastest axis last, ``offset`` counts from the file's start."""
+    """Where a tensor is. ``shape`` is that of numpy, ``offset`` counts from the file's start."""
 
     name: str
     type: GGMLQuantizationType

@@ -174,9 +174,7 @@ def _sentencepiece(
     else:
         merges = _merges_from_scores(vocab, kinds, metadata.get("tokenizer.ggml.scores", []))
     unknown = next((token for token, i in vocab.items() if kinds[i] == UNKNOWN), None)
-    backend = Backend(
-        _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
+    backend = Backend(_bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     # Sentencepiece puts one space before every stretch of text, whatever the text begins with.
     add_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
     prepend = [normalizers.Prepend(SPACE_MARK)] if add_space else []
@@ -195,7 +193,9 @@ def _split_merges(lines: Sequence[str]) -> list[tuple[str, str]]:
     for line in lines:
         left, space, right = line.partition(" ")
         if not (left and space and right) or " " in right:
-            raise CheckpointError(f"GGUF tokenizer is damaged: {line!r} is not a merge of two tokens")
+            raise CheckpointError(
+                f"GGUF tokenizer is damaged: {line!r} is not a merge of two tokens"
+            )
         merges.append((left, right))
     return merges
 

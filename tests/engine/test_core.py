@@ -189,6 +189,9 @@ def test_stats_give_each_step_once(depth):
     assert [s.total_steps for s in seen if s.num_step_tokens] == [1, 2, 3]
     assert seen[-1].total_compilations == 3
     assert (seen[-1].total_prompt_tokens, seen[-1].total_generation_tokens) == (6, 5)
+    core.add(submit("c"))
+    core.step(0.0)
+    assert core.stats().num_step_tokens == (3 if depth == 1 else 0), "of a step that has ended"
 
 
 def test_a_whole_engine_runs_without_jax():

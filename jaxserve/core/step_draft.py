@@ -1,0 +1,66 @@
+"""A step while it is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxserve.core.plan import ScheduledRequest, StepPlan
+from jaxserve.core.request import Request
+
+
+class StepDraft:
+    """Collects the parts of a step, within a budget of tokens.
+
+    Taking a part in moves its request on as if the step had run already: the device runs steps in
+    order, so the next one can be planned on top of it.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._one_token: list[tuple[Request, ScheduledRequest]] = []
+        self._longer: list[tuple[Request, ScheduledRequest]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._one_token and not self._longer
+
+    def add(
+        self,
+        request: Request,
+        num_tokens: int,
+        new_block_ids: Sequence[int],
+        *,
+        is_new: bool = False,
+    ) -> None:
+        """Takes the next ``num_tokens`` tokens of a request into the step."""
+        assert request.row is not None
+        assert request.num_unknown_tokens <= 1, "at most two steps may be under way"
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        samples = end == request.num_tokens
+        part = ScheduledRequest(
+            request_id=request.id,
+            row=request.row,
+            is_new=is_new,
+            start=start,
+            num_tokens=num_tokens,
+            token_ids=request.token_ids[start:end],
+            block_offset=len(request.block_ids) - len(new_block_ids),
+            new_block_ids=new_block_ids,
+            samples=samples,
+            params=request.params,
+            eos_token_id=request.eos_token_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            known_token_ids=request.token_ids,
+            num_unknown_tokens=request.num_unknown_tokens,
+        )
+        request.num_computed_tokens = end
+        request.num_unknown_tokens += samples
+        self.budget -= num_tokens
+        (self._one_token if num_tokens == 1 else self._longer).append((request, part))
+
+    def finish(self, step_id: int) -> tuple[StepPlan, Sequence[Request]]:
+        """The plan, and the requests that its `StepPlan.sampling` parts belong to."""
+        drafted = self._one_token + self._longer
+        plan = StepPlan(step_id, tuple(part for _, part in drafted))
+        return plan, [request for request, part in drafted if part.samples]

@@ -117,8 +117,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The state of an engine after a step. Counts named ``total`` only grow.
 
     ``kv_usage`` is the used part of the blocks that can be handed out, 0 to 1.
-    ``num_step_tokens`` is of the step that has just ended, 0 if none has, so that a sum over messages
-    counts each step once. A prompt is counted when its first token is sampled, once.
+    ``num_step_tokens`` is of the step that has just ended, 0 if none has, so that a sum over
+    messages counts each step once. A prompt is counted when its first token is sampled, once.
     """
 
     num_running: int = 0

@@ -6,10 +6,14 @@ the step. To add one: write the two functions and add a line to `BACKENDS`.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import jax
+
+from jaxserve.config import Device
+from jaxserve.errors import ConfigError
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +42,8 @@ class AttentionMeta:
     contiguous, in order of position; requests with one token (decode) come first.
 
     Attributes:
-      positions: i32[T], position of each token in its own request, in [0, max_model_len); padding 0.
+      positions: i32[T], position of each token in its own request, in [0, max_model_len);
+        padding 0.
       slots: i32[T], where each token's key and value go: ``block * block_size + position %
         block_size``. Padding is ``num_blocks * block_size``, which is out of range and dropped.
       block_tables: i32[R, W], the blocks of each request in order, in [0, num_blocks). Unused
@@ -99,3 +104,33 @@ class AttentionBackend(NamedTuple):
     name: str
     write: WriteFn
     attend: AttendFn
+
+
+# Name -> module with the functions `write` and `attend`, imported when it is chosen.
+BACKENDS: dict[str, str] = {
+    "xla": "jaxserve.ops.xla_attention",
+}
+
+
+def load(name: str) -> AttentionBackend:
+    """The backend of that name, a key of `BACKENDS`."""
+    module = importlib.import_module(BACKENDS[name])
+    return AttentionBackend(name, write=module.write, attend=module.attend)
+
+
+def select(name: str, device: Device) -> tuple[AttentionBackend, str]:
+    """The backend to use on a device, and why.
+
+    Args:
+      name: a key of `BACKENDS`, or auto.
+
+    Raises:
+      ConfigError: there is no backend of that name.
+    """
+    if name == "auto":
+        return load("xla"), f"runs on any device, {device.kind} too"
+    if name not in BACKENDS:
+        raise ConfigError(
+            f"there is no attention backend {name!r}; choose auto or one of {', '.join(BACKENDS)}"
+        )
+    return load(name), "as asked"

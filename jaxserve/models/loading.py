@@ -1,0 +1,105 @@
+"""Builds a model and fills it from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+
+from jaxserve.checkpoint import mapping
+from jaxserve.models.blocks import DecoderLayer
+from jaxserve.models.causal_lm import CausalLM, Loop
+from jaxserve.models.registry import model_class
+from jaxserve.models.spec import ModelSpec
+
+Params = dict[str, Any]
+"""Nested dicts of device arrays, keyed by attribute and by index in a list of layers."""
+
+
+class TensorSource(Protocol):
+    """The part of a checkpoint that is needed here."""
+
+    @property
+    def tensor_names(self) -> list[str]: ...
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]: ...
+
+
+def build_model(spec: ModelSpec, *, loop: Loop) -> CausalLM:
+    """A model whose parameters have shapes and no values.
+
+    Raises:
+      ConfigError: the layers are not alike, so they cannot be looped over.
+    """
+    return model_class(spec.architecture)(spec, loop=loop)
+
+
+def load_params(
+    checkpoint: TensorSource,
+    spec: ModelSpec,
+    *,
+    dtype: str,
+    loop: Loop,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[nnx.GraphDef[CausalLM], Params]:
+    """Reads the weights of a model; ``nnx.merge`` of the two results is the model.
+
+    At its peak this takes the weights once and the largest parameter a second time.
+
+    Args:
+      checkpoint: yields one tensor at a time.
+      dtype: of the parameters, as numpy names it.
+      loop: how the layers are kept, see `CausalLM`.
+      on_progress: called after each tensor with bytes of parameters set, and in all.
+
+    Raises:
+      CheckpointError: a tensor is unknown, there twice, missing, or has the wrong shape.
+      ConfigError: the layers are not alike, so they cannot be looped over.
+    """
+    model = build_model(spec, loop=loop)
+    targets = _targets(model)
+    slots = mapping.plan(model.RULES, targets, num_layers=spec.num_layers)
+    ignored = _ignored(model)
+    mapping.check_names(checkpoint.tensor_names, slots, ignored=ignored)
+    num_dtype = jnp.dtype(dtype)
+    total = sum(math.prod(target.shape) for target in targets.values()) * num_dtype.itemsize
+    done = 0
+    arrays: dict[tuple[str | int, ...], jax.Array] = {}
+    filling = mapping.assemble(
+        checkpoint.tensors(), slots, targets, dtype=num_dtype, ignored=ignored
+    )
+    for placed in filling:
+        done += placed.num_bytes
+        if placed.complete is not None:
+            arrays[_path(placed.target)] = jax.device_put(placed.complete)
+        if on_progress is not None:
+            on_progress(done, total)
+    graphdef, _ = nnx.split(model)
+    return graphdef, traverse_util.unflatten_dict(arrays)
+
+
+def _targets(model: CausalLM) -> dict[str, mapping.Target]:
+    """Every parameter by path; that of a parameter of all layers has a ``*`` for the layer."""
+    is_stacked = isinstance(model.layers, DecoderLayer)
+    targets = {}
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if is_stacked and path[0] == "layers":
+            path = ("layers", "*", *path[1:])
+        targets[".".join(map(str, path))] = mapping.Target(param.shape, param.parts)
+    return targets
+
+
+def _path(target: str) -> tuple[str | int, ...]:
+    steps = [step for step in target.split(".") if step != "*"]
+    return tuple(int(step) if step.isdigit() else step for step in steps)
+
+
+def _ignored(model: CausalLM) -> frozenset[str]:
+    names = model.IGNORED + (model.COPIES_OF_TIED if model.spec.tied_head else ())
+    layers = range(model.spec.num_layers)
+    return frozenset(name.replace("{layer}", str(layer)) for name in names for layer in layers)

@@ -1,0 +1,12 @@
+"""Mistral: Llama whose queries see a window."""
+
+from __future__ import annotations
+
+from jaxserve.models.llama import LlamaForCausalLM
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """Every layer has the window, unless config.json says null."""
+
+    HF_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
+    HF_FIXED = {"layer_types": None, "attention_bias": False, "mlp_bias": False}

@@ -1,0 +1,12 @@
+"""Qwen2 and Qwen2.5: Llama with a bias on queries, keys and values."""
+
+from __future__ import annotations
+
+from jaxserve.models.llama import LlamaForCausalLM
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Windows are off unless switched on, and then only in the upper layers."""
+
+    HF_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+    HF_FIXED = {"attention_bias": True, "attention_output_bias": False, "mlp_bias": False}

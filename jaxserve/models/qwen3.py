@@ -1,0 +1,23 @@
+"""Qwen3: Llama with normalised queries and keys."""
+
+from __future__ import annotations
+
+from jaxserve.checkpoint.mapping import Rule
+from jaxserve.models.llama import LAYER, LlamaForCausalLM
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """Windows are off unless switched on, and then only in the upper layers."""
+
+    RULES = (
+        *LlamaForCausalLM.RULES,
+        Rule(LAYER + "self_attn.q_norm.weight", "layers.*.attention.q_norm.weight"),
+        Rule(LAYER + "self_attn.k_norm.weight", "layers.*.attention.k_norm.weight"),
+    )
+    HF_DEFAULTS = {
+        "head_dim": 128,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+    HF_FIXED = {"qk_norm": True, "mlp_bias": False}

@@ -1,8 +1,9 @@
 """Adds the output of a layer to the residual stream and normalises the sum, in one pass.
 
 How the work is split. One program takes one token and keeps its whole row in registers, so the sum
-is read and written once instead of three times. The sum is rounded to the dtype of the residual
-stream before it is normalised: the result is that of the two operations one after the other.
+is read and written once instead of three times. It is rounded to the dtype of the residual stream
+before it is normalised, and again before it is multiplied with the weight: the result is that of
+the operations one after the other.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def add_rms_norm(
     Args:
       x: [num_tokens, size], bfloat16, float16 or float32; size at most `MAX_SIZE`.
       residual: the same shape and dtype; its memory is taken over by the sum if it is donated.
-      weight: [size], any float dtype: what the normalised values are multiplied by.
+      weight: [size], any float dtype: what the normalised row is multiplied by.
       eps: added to the mean of squares.
       interpret: run on any device, slowly.
 
@@ -83,4 +84,5 @@ def _add_rms_norm_kernel(
     _triton.store(total_ref.at[token, element], total, mask=mask)
     h = total.astype(jnp.float32)
     h *= lax.rsqrt(jnp.sum(h * h, axis=0) / size + eps)
-    _triton.store(out_ref.at[token, element], (h * weight).astype(out_ref.dtype), mask=mask)
+    out = h.astype(out_ref.dtype).astype(jnp.float32) * weight
+    _triton.store(out_ref.at[token, element], out.astype(out_ref.dtype), mask=mask)

@@ -123,8 +123,9 @@ def add_rms_norm(
     """See `add_rms_norm.add_rms_norm`."""
     total = (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(x.dtype)
     h = total.astype(jnp.float32)
-    normalized = h / jnp.sqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
-    return (normalized * weight.astype(jnp.float32)).astype(x.dtype), total
+    normalized = (h / jnp.sqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    out = normalized.astype(jnp.float32) * weight.astype(jnp.float32)
+    return out.astype(x.dtype), total
 
 
 def _dequantized(cache: jax.Array, scale: jax.Array | None) -> jax.Array:

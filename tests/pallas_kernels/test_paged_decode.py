@@ -1,7 +1,8 @@
-"""The decode kernel against numpy: every option in some combination, and every edge of a context."""
+"""The decode kernel against numpy: every option somewhere, and every edge of a context."""
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.tuning import KernelConfig
 
 LAYER = 1
+OPTIONS = ("scale", "window", "soft_cap")
 CONTEXTS = (0, 1, 15, 16, 17, 70)
 
 # Each line: the shape, keys of a tile, parts of a context. Together they have every supported
@@ -82,7 +84,7 @@ def test_configuration_and_parts_are_found_without_help(make_problem, shape):
 @pytest.mark.parametrize("name", ["group 4, cap", "group 16, int8", "f32, cap, window"])
 def test_reference_is_attention(name, make_problem, shape):
     problem = make_problem(shape(CONTEXTS, [1] * len(CONTEXTS), **CASES[name][0]))
-    out = reference.paged_decode(
+    out = jax.jit(reference.paged_decode, static_argnames=OPTIONS)(
         problem.q,
         problem.k_cache,
         problem.v_cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from pallas_kernels.ragged_attention import ragged_attention
 from pallas_kernels.tuning import KernelConfig
 
 LAYER = 1
+OPTIONS = ("scale", "window", "soft_cap")
 # Decode rows, whole prompts, chunks of prompts, a request that has no tokens in the step, and one
 # that is not there at all; contexts end on both sides of the edges of blocks and tiles.
 CONTEXTS = (50, 1, 17, 16, 35, 40, 64, 0, 15)
@@ -100,7 +102,7 @@ def test_configuration_is_found_without_help(contexts, chunks, num_padding, make
 @pytest.mark.parametrize("name", ["group 3, window", "group 8, fp8"])
 def test_reference_is_attention(name, make_problem, shape):
     problem = make_problem(shape(CONTEXTS, CHUNKS, **CASES[name][0]))
-    out = reference.ragged_attention(
+    out = jax.jit(reference.ragged_attention, static_argnames=OPTIONS)(
         problem.q,
         problem.k_cache,
         problem.v_cache,

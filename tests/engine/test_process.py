@@ -1,0 +1,311 @@
+import asyncio
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from jaxserve.client import EngineClient
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.engine import process
+from jaxserve.engine.process import EngineLoop, failure
+from jaxserve.errors import CheckpointError, EngineDeadError
+from jaxserve.messages import Abort, FinishReason, Shutdown, StepStats, Submit
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing import fake_engine
+from jaxserve.testing.fake_runner import FakeModel, expected_tokens
+
+FAKE = "jaxserve.testing.fake_engine:build"
+
+
+def submit(request_id, max_tokens=5):
+    return Submit(request_id, [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=0))
+
+
+class Front:
+    """Runs an engine's loop in this thread: what it hears, and what it is told in answer.
+
+    ``answers``: (condition on the event, requests to send the first time that it holds).
+    """
+
+    def __init__(self, *requests, answers=(), model="fake"):
+        self.events = []
+        self._inbox = queue.SimpleQueue()
+        self._answers = list(answers)
+        for request in requests:
+            self._inbox.put(request)
+        config = EngineConfig(model=ModelConfig(model=model))
+        core = fake_engine.build(config, 4, lambda _: None).core
+        EngineLoop(4, core, self._inbox, self._hear).run()
+
+    def _hear(self, event):
+        self.events.append(event)
+        if self._answers and self._answers[0][0](event):
+            for request in self._answers.pop(0)[1]:
+                self._inbox.put(request)
+
+    def tokens(self, request_id):
+        outputs = [o for event in self.events for o in event.outputs if o.request_id == request_id]
+        return [token for output in outputs for token in output.token_ids]
+
+
+def finishes(request_id):
+    return lambda event: any(
+        o.request_id == request_id and o.finish_reason is not None for o in event.outputs
+    )
+
+
+def is_empty(event):
+    return event.stats.num_running + event.stats.num_waiting == 0
+
+
+@pytest.fixture(autouse=True)
+def quick_heartbeats(monkeypatch):
+    monkeypatch.setattr(process, "HEARTBEAT_S", 0.001)
+
+
+def test_loop_runs_requests_until_it_is_told_to_leave():
+    front = Front(submit("a", 5), submit("b", 9), answers=[(finishes("b"), [Shutdown()])])
+    for request_id, max_tokens in (("a", 5), ("b", 9)):
+        expected = expected_tokens(
+            [1, 2, 3], submit("", max_tokens).params, FakeModel(), context_length=1024
+        )
+        assert front.tokens(request_id) == expected
+    assert {event.engine for event in front.events} == {4}
+    times = [event.time_s for event in front.events]
+    assert times == sorted(times)
+
+
+def test_loop_acts_on_requests_in_the_order_they_came():
+    # Only the second "a" may run: the abort belongs to the first.
+    front = Front(
+        submit("a", 100),
+        Abort(["a", "unknown"]),
+        submit("a", 3),
+        answers=[(finishes("a"), [Shutdown()])],
+    )
+    assert len(front.tokens("a")) == 3
+
+
+def test_loop_aborts_before_the_next_step():
+    front = Front(
+        submit("a", 900),
+        answers=[(lambda e: e.outputs, [Abort(["a"])]), (is_empty, [Shutdown()])],
+    )
+    # One step was under way, and a second may have been started before the abort was seen.
+    assert len(front.tokens("a")) <= 3
+    assert front.events[-1].stats.kv_usage == 0
+
+
+def test_loop_says_so_when_an_abort_leaves_it_idle(monkeypatch):
+    monkeypatch.setattr(process, "HEARTBEAT_S", 3600)
+    answers = [(lambda e: e.outputs, [Abort(["a"])]), (is_empty, [Shutdown()])]
+    assert Front(submit("a", 900), answers=answers).events[-1].stats.num_running == 0
+
+
+def test_loop_leaves_in_the_middle_of_work():
+    front = Front(submit("a", 900), answers=[(lambda e: e.outputs, [Shutdown()])])
+    assert 0 < len(front.tokens("a")) < 5
+
+
+def test_idle_loop_sends_heartbeats():
+    beats = []
+
+    def third(event):
+        beats.append(event)
+        return len(beats) == 3
+
+    front = Front(answers=[(third, [Shutdown()])])
+    assert [(event.outputs, is_empty(event)) for event in front.events] == [([], True)] * 3
+
+
+def test_counts_include_what_came_during_the_step():
+    inbox, events = queue.SimpleQueue(), []
+
+    class Core:
+        has_work = True
+        added = ()
+
+        def add(self, submit):
+            self.added = (*self.added, submit.request_id)
+
+        def step(self, now):
+            inbox.put(submit(f"a{len(events)}"))
+            return []
+
+        def stats(self):
+            return StepStats(num_waiting=len(self.added))
+
+    def hear(event):
+        events.append(event)
+        if len(events) == 3:
+            inbox.put(Shutdown())
+
+    EngineLoop(0, Core(), inbox, hear).run()
+    assert [event.stats.num_waiting for event in events] == [1, 2, 3]
+
+
+def test_a_request_that_cannot_be_served_ends_with_an_error():
+    too_long = Submit("a", [1] * 5000, SamplingParams(seed=0))
+    front = Front(too_long, submit("b"), answers=[(finishes("b"), [Shutdown()])])
+    outputs = [o for event in front.events for o in event.outputs if o.request_id == "a"]
+    assert [output.finish_reason for output in outputs] == [FinishReason.ERROR]
+    assert len(front.tokens("b")) == 5
+
+
+def test_a_failing_step_ends_the_loop():
+    with pytest.raises(RuntimeError, match="asked to fail"):
+        Front(submit("a"), model="fake:fail_on_step=2")
+
+
+def test_failure_of_a_user_is_its_message_and_one_of_ours_has_a_traceback():
+    told = failure(2, CheckpointError("no such file: x"))
+    assert (told.engine, told.message) == (2, "no such file: x")
+    assert (told.is_user_error, told.error_type) == (True, "CheckpointError")
+    told = failure(0, ZeroDivisionError("by zero"))
+    assert (told.message, told.is_user_error) == ("ZeroDivisionError: by zero", False)
+    assert "ZeroDivisionError: by zero" in told.traceback
+
+
+FRONT = """
+import asyncio, sys
+from jaxserve.client import EngineClient
+from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig
+from jaxserve.errors import JaxserveError
+
+async def main(factory, model):
+    config = EngineConfig(
+        model=ModelConfig(model=model), parallel=ParallelConfig(data_parallel_size=2)
+    )
+    try:
+        client = await EngineClient.start(config, factory=factory)
+    except JaxserveError as error:
+        sys.exit(str(error))
+    print(*(ready.pid for ready in client.engines.values()), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def start_front(tmp_path, *, factory=FAKE, model="fake"):
+    script = tmp_path / "front.py"
+    script.write_text(FRONT)
+    return subprocess.Popen(
+        [sys.executable, script, factory, model],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        text=True,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no pidfd")
+def test_no_engine_outlives_a_front_that_is_killed(tmp_path):
+    with start_front(tmp_path) as front:
+        pids = [int(word) for word in front.stdout.readline().split()]
+        assert {child.pid for child in psutil.Process(front.pid).children()} == set(pids)
+        ends = [os.pidfd_open(pid) for pid in pids]
+        # This one cannot even see that its input has ended.
+        os.kill(pids[1], signal.SIGSTOP)
+        front.kill()
+        for end in ends:
+            assert select.select([end], [], [], 30)[0], "an engine outlived its front"
+            os.close(end)
+
+
+def test_an_interrupt_of_the_whole_group_is_the_fronts_to_handle(tmp_path):
+    with start_front(tmp_path) as front:
+        engines = [psutil.Process(int(word)) for word in front.stdout.readline().split()]
+        groups = {os.getpgid(process.pid) for process in (front, *engines)}
+        assert len(groups) == 3
+        front.send_signal(signal.SIGINT)
+        _, stderr = front.communicate(timeout=60)
+        # asyncio's own KeyboardInterrupt; nothing from the engines.
+        assert stderr.count("Traceback") <= 2
+        gone, alive = psutil.wait_procs(engines, timeout=30)
+        assert not alive
+
+
+def test_an_error_of_the_user_is_one_line(tmp_path):
+    with start_front(tmp_path, model="fake:bogus=1") as front:
+        stdout, stderr = front.communicate(timeout=60)
+    assert front.returncode == 1
+    assert stdout == ""
+    assert len(stderr.splitlines()) == 1
+    assert "fake:bogus=1" in stderr
+
+
+def test_an_error_of_ours_is_a_traceback_and_its_last_line_once_more(tmp_path):
+    factory = "def build(*args):\n    raise OSError('the disk is on fire')\n"
+    (tmp_path / "burning.py").write_text(factory)
+    with start_front(tmp_path, factory="burning:build") as front:
+        _, stderr = front.communicate(timeout=60)
+    assert "burning.py" in stderr
+    lines = stderr.splitlines()
+    assert lines[-1].endswith("failed: OSError: the disk is on fire")
+    assert lines[-1].startswith("engine ")
+
+
+def test_what_an_engine_prints_goes_to_standard_error(tmp_path):
+    (tmp_path / "talking.py").write_text(
+        "def build(*args):\n    print('a line of a library', flush=True)\n    raise SystemExit(3)\n"
+    )
+    with start_front(tmp_path, factory="talking:build") as front:
+        stdout, stderr = front.communicate(timeout=60)
+    assert stdout == ""
+    assert "a line of a library" in stderr.splitlines()
+    assert "exit code 3" in stderr.splitlines()[-1]
+
+
+@pytest.fixture
+async def client():
+    client = await EngineClient.start(EngineConfig(), factory=FAKE)
+    yield client
+    await client.close()
+
+
+async def heartbeats(client, number):
+    """Waits for so many messages of an idle engine."""
+    heard = asyncio.Semaphore(0)
+    client.on_outputs = lambda _: heard.release()
+    for _ in range(number):
+        await heard.acquire()
+
+
+async def test_an_idle_engine_and_its_front_use_no_cpu(client):
+    def cpu_s():
+        engine = psutil.Process(client.ready.pid).cpu_times()
+        front = psutil.Process().cpu_times()
+        return engine.user + engine.system + front.user + front.system
+
+    await heartbeats(client, 1)
+    before = cpu_s()
+    await heartbeats(client, 2)
+    assert cpu_s() - before < 0.1
+
+
+async def test_interrupts_and_polite_kills_are_left_to_the_front(client):
+    for _ in range(2):
+        os.kill(client.ready.pid, signal.SIGINT)
+        os.kill(client.ready.pid, signal.SIGTERM)
+    params = SamplingParams(max_tokens=5, seed=0)
+    outputs = client.generate([1], params, request_id="a", eos_token_id=None)
+    tokens = [token async for output in outputs for token in output.token_ids]
+    assert tokens == expected_tokens([1], params, FakeModel(), context_length=1024)
+    client.check_health()
+
+
+async def test_an_engine_that_cannot_send_does_not_live_on(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("jaxserve.client.LAST_WORDS_TIMEOUT_S", 0.01)
+    (tmp_path / "odd.py").write_text(
+        "import time\ndef build(config, engine, on_progress):\n"
+        "    on_progress(object())\n    time.sleep(60)\n"
+    )
+    with pytest.raises(EngineDeadError, match="exit code 1"):
+        await EngineClient.start(EngineConfig(), factory="odd:build")

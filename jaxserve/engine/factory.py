@@ -1,0 +1,163 @@
+"""Builds an engine from its configuration: checkpoint, weights, sizes, KV cache, programs."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+from flax import nnx
+
+from jaxserve.checkpoint.checkpoint import Checkpoint
+from jaxserve.checkpoint.locate import open_checkpoint
+from jaxserve.config import (
+    GIB,
+    Decision,
+    Device,
+    EngineConfig,
+    Sizes,
+    resolve_dtype,
+    resolve_sizes,
+)
+from jaxserve.core.scheduler import Scheduler
+from jaxserve.engine.built import BuiltEngine
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.phase import Phase
+from jaxserve.messages import Progress, Ready
+from jaxserve.models.loading import load_params
+from jaxserve.models.spec import ModelSpec
+from jaxserve.ops import attention
+from jaxserve.runner import kv_cache
+from jaxserve.runner.buckets import table_widths
+from jaxserve.runner.compilation_cache import keep_compiled_programs
+from jaxserve.runner.device import current_device
+from jaxserve.runner.runner import ModelRunner
+
+
+def build(
+    config: EngineConfig, engine: int, on_progress: Callable[[Progress], None]
+) -> BuiltEngine:
+    """Builds engine number ``engine``, ready to serve.
+
+    Args:
+      config: what was asked for.
+      engine: its number among the replicas.
+      on_progress: is told what is going on, every few seconds at least; called from two threads,
+        one at a time.
+
+    Raises:
+      CheckpointError: the model is missing, damaged or not supported.
+      ConfigError: a setting is impossible for this model on this device.
+    """
+    kept = keep_compiled_programs(config.compile.compilation_cache_dir)
+    phase = functools.partial(Phase, engine, on_progress=on_progress)
+    checkpoint = open_checkpoint(config.model.model)
+    spec = ModelSpec.from_hf(checkpoint.config)
+    device = current_device()
+    dtype, dtype_decision = resolve_dtype(config.model, device)
+    backend, why_backend = attention.select(config.compile.attention_backend, device)
+    loop, why_loop = _layer_loop(config.compile.layer_loop, spec, device)
+
+    with phase("load weights", "bytes") as loading:
+        graphdef, params = _load(checkpoint, spec, dtype=dtype, loop=loop, phase=loading)
+    with phase("allocate KV cache", "bytes") as allocating:
+        sizes, kv = _allocate(config, spec, kv_cache.cache_dtype(dtype, device), allocating)
+    runner = ModelRunner(
+        functools.partial(nnx.merge, graphdef),
+        params,
+        kv,
+        attention=backend,
+        sizes=sizes,
+        vocab_size=spec.vocab_size,
+        table_widths=table_widths(sizes.max_model_len, sizes.block_size),
+    )
+    if config.compile.warmup:
+        with phase("compile", "programs") as compiling:
+            runner.warm_up(compiling.update)
+    decisions = [
+        Decision("model", checkpoint.name, f"{spec.architecture} from {checkpoint.path}"),
+        Decision("device", device.kind, f"the default of jax on {device.platform}"),
+        dtype_decision or Decision("dtype", dtype, "as asked"),
+        Decision("attention", backend.name, why_backend),
+        Decision("layers", loop, why_loop),
+        *sizes.decisions,
+        kept,
+    ]
+    ready = _ready(engine, spec, sizes, decisions, num_compilations=runner.num_compilations)
+    scheduler = Scheduler(
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        policy=config.scheduler.policy,
+    )
+    depth = 2 if config.scheduler.async_scheduling else 1
+    return BuiltEngine(EngineCore(scheduler, runner, depth=depth), ready)
+
+
+def _layer_loop(
+    asked: Literal["auto", "scan", "unroll"], spec: ModelSpec, device: Device
+) -> tuple[Literal["scan", "unroll"], str]:
+    """Whether to loop over the layers or to write them out, and why."""
+    if asked != "auto":
+        return asked, "as asked"
+    if device.platform != "cpu":
+        return "unroll", "the whole step is one graph of kernels"
+    if not spec.layers_are_alike:
+        return "unroll", "the layers differ"
+    return "scan", "compiles many times faster than written-out layers"
+
+
+def _load(
+    checkpoint: Checkpoint, spec: ModelSpec, *, dtype: str, loop: Any, phase: Phase
+) -> tuple[Any, Any]:
+    def on_bytes(done: int, total: int) -> None:
+        phase.update(done, total, f"{done / phase.seconds / 1e9:.2f} GB/s")
+
+    return load_params(checkpoint, spec, dtype=dtype, loop=loop, on_progress=on_bytes)
+
+
+def _allocate(
+    config: EngineConfig, spec: ModelSpec, dtype: str, phase: Phase
+) -> tuple[Sizes, kv_cache.KVCache]:
+    # Only now, since what is free for the cache is what the weights have left.
+    device = current_device(memory_fraction=config.cache.memory_fraction)
+    shape = {
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "dtype": dtype,
+    }
+    bytes_per_token = kv_cache.bytes_per_token(**shape)
+    sizes = resolve_sizes(
+        config, device, context_length=spec.context_length, bytes_per_token=bytes_per_token
+    )
+    total = bytes_per_token * sizes.block_size * sizes.num_blocks
+    phase.update(0, total, f"{total / GIB:.2f} GiB in {dtype}")
+    kv = kv_cache.allocate(**shape, num_blocks=sizes.num_blocks, block_size=sizes.block_size)
+    phase.update(total, total, f"{total / GIB:.2f} GiB in {dtype}")
+    return sizes, kv
+
+
+def _ready(
+    engine: int,
+    spec: ModelSpec,
+    sizes: Sizes,
+    decisions: list[Decision],
+    *,
+    num_compilations: int,
+) -> Ready:
+    return Ready(
+        engine=engine,
+        pid=os.getpid(),
+        max_model_len=sizes.max_model_len,
+        vocab_size=spec.vocab_size,
+        block_size=sizes.block_size,
+        num_blocks=sizes.num_blocks,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        decisions=[(decision.what, decision.value, decision.why) for decision in decisions],
+        num_compilations=num_compilations,
+    )

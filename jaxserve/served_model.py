@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.checkpoint.locate import open_checkpoint
+from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
 from jaxserve.config import ModelConfig
 from jaxserve.generation_defaults import GenerationDefaults
 from jaxserve.tokenizer import Tokenizer
@@ -27,12 +27,12 @@ class ServedModel:
           ConfigError: its generation_config.json is impossible.
         """
         checkpoint = open_checkpoint(config.model)
-        tokenizer_from = checkpoint
-        if config.tokenizer is not None:
-            tokenizer_from = open_checkpoint(config.tokenizer)
+        tokenizer = (
+            checkpoint.tokenizer() if config.tokenizer is None else open_tokenizer(config.tokenizer)
+        )
         defaults = GenerationDefaults.from_checkpoint(
             checkpoint.generation_config,
             checkpoint.config,
             use_sampling=config.generation_config == "auto",
         )
-        return cls(checkpoint.name, tokenizer_from.tokenizer(), defaults)
+        return cls(checkpoint.name, tokenizer, defaults)

@@ -1,0 +1,30 @@
+"""What tests of several packages share."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve.testing.tiny_tokenizer import write_tiny_checkpoint
+
+
+@pytest.fixture(scope="session")
+def make_front_checkpoint() -> Callable[..., Path]:
+    """Writes a checkpoint with a tokenizer, a chat template and no weight to speak of."""
+
+    def make(folder: Path, **generation_config) -> Path:
+        write_tiny_checkpoint(folder, **generation_config)
+        save_file({"unused": np.zeros(1, np.float32)}, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def front_checkpoint(
+    make_front_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Such a checkpoint, for fake engines."""
+    return make_front_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")

@@ -8,6 +8,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 
 Metadata = dict[str, Any]
@@ -33,6 +35,13 @@ ARCHITECTURES = {
     "llama": LLAMA,
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", rotates_pairs=False),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", rotates_pairs=False),
+}
+
+# What all models of the Llama 3 family share of their rope scaling.
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -114,10 +123,10 @@ def hf_config(
 ) -> dict[str, Any]:
     """The contents of config.json for a GGUF file.
 
-    Rotary embeddings are described in the form of transformers 5, ``rope_parameters``, with one
-    addition: where a file stores a factor for each frequency, as it does for the rope type
-    ``llama3``, ``rope_type`` is ``"factors"`` and ``factors`` is a list of head_dim / 2 numbers by
-    which the plain frequencies are divided.
+    Rotary embeddings are described in the form of transformers 5, ``rope_parameters``. A file may
+    store a number for each frequency, by which it is divided. Those of Llama 3 become the rope type
+    ``llama3``; any others are given as they are, with ``"rope_type": "factors"`` and a list of
+    head_dim / 2 numbers under ``factors``, which is no type of transformers.
 
     Args:
       metadata: of the file.
@@ -155,6 +164,7 @@ def hf_config(
         "rope_parameters": _rope_parameters(metadata, rope_factors),
         "tie_word_embeddings": "output.weight" not in tensor_names,
         "attention_bias": "blk.0.attn_q.bias" in tensor_names,
+        "attention_output_bias": "blk.0.attn_output.bias" in tensor_names,
         "mlp_bias": "blk.0.ffn_up.bias" in tensor_names,
         "vocab_size": vocab_size,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -177,7 +187,12 @@ def _rope_parameters(metadata: Metadata, factors: Sequence[float] | None) -> dic
     kind = metadata.get(f"{prefix}.scaling.type", "none")
     factor = metadata.get(f"{prefix}.scaling.factor", 1.0)
     if factors is not None:
-        rope |= {"rope_type": "factors", "factors": list(factors)}
+        llama3 = {"rope_type": "llama3", "factor": max(factors), **LLAMA3_ROPE}
+        rope |= (
+            llama3
+            if np.allclose(factors, _llama3_factors(llama3, rope["rope_theta"], len(factors)))
+            else {"rope_type": "factors", "factors": list(factors)}
+        )
     elif kind == "linear":
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
@@ -197,6 +212,18 @@ def _rope_parameters(metadata: Metadata, factors: Sequence[float] | None) -> dic
             f"GGUF rope scaling {kind!r} is not supported; expected linear, yarn or none"
         )
     return rope
+
+
+def _llama3_factors(llama3: dict[str, Any], theta: float, count: int) -> np.ndarray:
+    """What a GGUF file stores for the rope type ``llama3``, ``f64[count]``.
+
+    Short waves are kept, long ones are slowed down by ``factor``, and in between it is a mixture.
+    """
+    wavelengths = 2 * np.pi * theta ** (np.arange(count) / count)
+    low, high = llama3["low_freq_factor"], llama3["high_freq_factor"]
+    turns = llama3["original_max_position_embeddings"] / wavelengths
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return 1 / ((1 - kept) / llama3["factor"] + kept)
 
 
 def hf_generation_config(metadata: Metadata) -> dict[str, Any]:

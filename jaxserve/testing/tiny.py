@@ -1,0 +1,181 @@
+"""Tiny checkpoints with random or scripted weights, for tests and for trying things out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxserve.testing.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_backend
+
+CONFIG: dict[str, Any] = {
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "dtype": "float32",
+}
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
+    """The contents of a config.json. ``overrides`` replace its keys; None removes one."""
+    tokenizer = tiny_backend()
+    config = {
+        "architectures": [architecture],
+        "model_type": MODEL_TYPES[architecture],
+        "bos_token_id": tokenizer.token_to_id(SPECIAL_TOKENS["bos_token"]),
+        "eos_token_id": tokenizer.token_to_id(SPECIAL_TOKENS["eos_token"]),
+        **CONFIG,
+        **overrides,
+    }
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model with this config.json has."""
+    width, vocab = config["hidden_size"], config["vocab_size"]
+    kind, inner, head = config["model_type"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    biased = config["attention_bias"]
+    attention = {"q": (q, width), "k": (kv, width), "v": (kv, width), "o": (width, q)}
+    mlp = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, shape in attention.items():
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = shape
+            if biased or (kind == "qwen2" and name != "o"):
+                shapes[f"{prefix}self_attn.{name}_proj.bias"] = shape[:1]
+        if kind == "qwen3":
+            shapes[f"{prefix}self_attn.q_norm.weight"] = (head,)
+            shapes[f"{prefix}self_attn.k_norm.weight"] = (head,)
+        for name, shape in mlp.items():
+            shapes[f"{prefix}mlp.{name}_proj.weight"] = shape
+            if config["mlp_bias"]:
+                shapes[f"{prefix}mlp.{name}_proj.bias"] = shape[:1]
+        shapes[f"{prefix}input_layernorm.weight"] = (width,)
+        shapes[f"{prefix}post_attention_layernorm.weight"] = (width,)
+    shapes["model.norm.weight"] = (width,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, width)
+    return shapes
+
+
+def random_tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights, ``f32``, with activations of a size such as trained models have."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(config).items():
+        values = rng.standard_normal(shape, np.float32)
+        if name.endswith("norm.weight"):
+            tensors[name] = 1 + 0.1 * values
+        else:
+            scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
+            tensors[name] = scale * values
+    return tensors
+
+
+def scripted_tensors(
+    config: Mapping[str, Any], successors: Mapping[int, int], *, sharpness: float = 8.0
+) -> dict[str, np.ndarray]:
+    """Weights of a model whose next token depends on the last one only.
+
+    Attention and MLP add nothing, and every token has a direction of its own.
+
+    Args:
+      config: ``hidden_size`` at least ``vocab_size``, head not tied.
+      successors: the token after each token; after others every token is as likely.
+      sharpness: logit of the successor is this times sqrt(hidden_size), others are 0. So sampling
+        with temperature 1 follows the script too.
+    """
+    width, vocab = config["hidden_size"], config["vocab_size"]
+    assert width >= vocab, f"hidden_size {width} must be at least vocab_size {vocab}"
+    assert not config["tie_word_embeddings"], "the head must not be tied"
+    shapes = tensor_shapes(config)
+    tensors = {
+        name: np.full(shape, float(name.endswith("norm.weight")), np.float32)
+        for name, shape in shapes.items()
+    }
+    tensors["model.embed_tokens.weight"] = np.eye(vocab, width, dtype=np.float32)
+    for token, successor in successors.items():
+        tensors["lm_head.weight"][successor, token] = sharpness
+    return tensors
+
+
+def write_checkpoint(
+    folder: Path,
+    config: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    *,
+    num_shards: int = 1,
+    generation_config: Mapping[str, Any] | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a whole checkpoint: configuration, weights, tokenizer, chat template.
+
+    Args:
+      folder: made if it does not exist.
+      config: contents of config.json; None: `tiny_config`. Weights are written in its ``dtype``.
+      tensors: weights; None: random ones.
+      num_shards: more than 1 writes that many files and an index.
+      generation_config: contents of generation_config.json; None: there is no such file.
+      tokenizer_config: keys to replace in tokenizer_config.json.
+
+    Returns:
+      ``folder``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = tiny_config() if config is None else config
+    tensors = random_tensors(config) if tensors is None else tensors
+    dtype = {"bfloat16": ml_dtypes.bfloat16}.get(config["dtype"], config["dtype"])
+    write_weights(folder, {n: t.astype(dtype) for n, t in tensors.items()}, num_shards=num_shards)
+    tiny_backend().save(str(folder / "tokenizer.json"))
+    files = {
+        "config.json": config,
+        "tokenizer_config.json": {
+            **SPECIAL_TOKENS,
+            "chat_template": CHAT_TEMPLATE,
+            **(tokenizer_config or {}),
+        },
+    }
+    if generation_config is not None:
+        files["generation_config.json"] = generation_config
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def write_weights(folder: Path, tensors: Mapping[str, np.ndarray], *, num_shards: int = 1) -> None:
+    """Writes model.safetensors, or ``num_shards`` files and an index."""
+    if num_shards == 1:
+        save_file(dict(tensors), folder / "model.safetensors")
+        return
+    names, weight_map = list(tensors), {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
+        own = names[shard::num_shards]
+        save_file({name: tensors[name] for name in own}, folder / file)
+        weight_map |= dict.fromkeys(own, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

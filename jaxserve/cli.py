@@ -67,7 +67,12 @@ def _kind(hint: Any) -> dict[str, Any]:
     if origin is typing.Literal:
         return {"choices": inner}
     if origin is tuple:
-        return {"action": "extend", "type": inner[0], "nargs": "+", "metavar": inner[0].__name__.upper()}
+        return {
+            "action": "extend",
+            "type": inner[0],
+            "nargs": "+",
+            "metavar": inner[0].__name__.upper(),
+        }
     return {"type": hint, "metavar": hint.__name__.upper()}
 
 

@@ -79,10 +79,9 @@ class Frontend:
         self.fingerprint = _fingerprint(self.model_names[0], self.vocab_size, self.max_model_len)
         self.metrics = RequestMetrics(self.max_model_len)
         self.num_in_flight = 0
-        end_tokens = dict.fromkeys(self.defaults.eos_token_ids)
-        end_tokens.pop(tokenizer.eos_token_id, None)
-        check_ids(list(end_tokens), self.vocab_size, param="eos_token_id")
-        self._more_end_tokens = tuple(end_tokens)
+        more = {i for i in self.defaults.eos_token_ids if i != tokenizer.eos_token_id}
+        self._more_end_tokens = tuple(sorted(more))
+        check_ids(self._more_end_tokens, self.vocab_size, param="eos_token_id")
 
     @property
     def model_name(self) -> str:
@@ -119,14 +118,14 @@ class Frontend:
         )
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str = ""
+        self, prompt_ids: list[int], params: SamplingParams, *, request_id: str = ""
     ) -> AsyncGenerator[Delta, None]:
         """`generate_batch` for one prompt."""
         return self.generate_batch([prompt_ids], params, request_id=request_id)
 
     def generate_batch(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[list[int]],
         params: SamplingParams,
         *,
         request_id: str = "",
@@ -201,7 +200,7 @@ class Frontend:
             self.metrics.max_generation_tokens.observe(longest)
 
     def _max_tokens(
-        self, prompt_ids: Sequence[int], asked: int | None, default: int | None, param: str
+        self, prompt_ids: list[int], asked: int | None, default: int | None, param: str
     ) -> int:
         """How long the answer to a prompt may be; raises if the prompt is not one to run."""
         num_prompt = len(prompt_ids)
@@ -221,7 +220,9 @@ class Frontend:
             return asked
         return room if default is None else min(default, room)
 
-    def _answer_params(self, params: SamplingParams, sample: int, max_tokens: int) -> SamplingParams:
+    def _answer_params(
+        self, params: SamplingParams, sample: int, max_tokens: int
+    ) -> SamplingParams:
         """The parameters of one answer, as the engine expects them."""
         temperature = params.temperature
         greedy = params.is_greedy

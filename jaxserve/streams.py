@@ -50,7 +50,7 @@ class Answer:
 
     index: int
     request_id: str
-    prompt_ids: Sequence[int]
+    prompt_ids: list[int]
     params: SamplingParams
     eos_token_id: int | None
     priority: int

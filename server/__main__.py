@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="jaxserve", description="Serve a language model over the OpenAI HTTP API."
     )
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
-    help_text = next(f for f in dataclasses.fields(ModelConfig) if f.name == "model").metadata["help"]
+    help_text = next(f for f in dataclasses.fields(ModelConfig) if f.name == "model").metadata[
+        "help"
+    ]
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", help=help_text)
     add_flags(parser, ServerSettings)
     add_flags(parser, ApiSettings)

@@ -200,9 +200,11 @@ def _announce(
     console.say(f"  sampling defaults  {frontend.defaults.describe()}")
     if not ipaddress.ip_address(host).is_loopback and not api.api_key:
         console.say("  WARNING: everybody who can reach this machine can use it; see --api-key")
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)
+    if reachable is None:
+        reachable = f"[{host}]" if ":" in host else host
     console.ready(
-        url=f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1",
+        url=f"http://{reachable}:{port}/v1",
         model=frontend.model_name,
         context=frontend.max_model_len,
         is_chat=frontend.chat_template is not None,

@@ -1,4 +1,4 @@
-"""Replies to a request for text, whole or as server-sent events, for as long as somebody listens."""
+"""Replies to a request for text, whole or as server-sent events, while somebody listens."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ class EventStream(Response):
     When the client goes away the generator is closed at once.
     """
 
-    def __init__(
-        self, first: msgspec.Struct, chunks: AsyncGenerator[msgspec.Struct, None]
-    ) -> None:
+    def __init__(self, first: msgspec.Struct, chunks: AsyncGenerator[msgspec.Struct, None]) -> None:
         super().__init__()
         self._first = first
         self._chunks = chunks

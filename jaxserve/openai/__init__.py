@@ -1,1 +1,1 @@
-"""The OpenAI API without HTTP: requests to prompts and parameters, tokens to responses and chunks."""
+"""The OpenAI API without HTTP: requests to prompts and parameters, tokens to replies and chunks."""

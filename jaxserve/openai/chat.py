@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
+
 from jaxserve.frontend import Frontend
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import chat_logprobs
@@ -32,6 +34,12 @@ async def prepare(frontend: Frontend, request: ChatRequest, *, request_id: str =
     frontend.check_model(request.model)
     check_supported(request)
     params = chat_params(request, frontend.defaults)
+    if request.reasoning_effort is not None:  # a matter of the template, for models that have it
+        extra = {
+            **(request.chat_template_kwargs or {}),
+            "reasoning_effort": request.reasoning_effort,
+        }
+        request = msgspec.structs.replace(request, chat_template_kwargs=extra)
     text = await render_prompt(frontend, request)
     # The template writes the special tokens itself.
     prompt = await frontend.encode(

@@ -84,6 +84,8 @@ def completion_params(request: CompletionRequest, defaults: GenerationDefaults) 
 
 def chat_params(request: ChatRequest, defaults: GenerationDefaults) -> SamplingParams:
     """The parameters of a chat completion. Raises InvalidRequestError."""
+    if request.echo is not None and request.echo is not False:
+        raise InvalidRequestError("echo is not supported yet for chats", param="echo")
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None

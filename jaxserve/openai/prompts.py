@@ -15,7 +15,10 @@ from jaxserve.openai.protocol import wrong_type
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 10_000
 RESERVED_TEMPLATE_NAMES = frozenset(
-    {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
+    {
+        *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+        *("special_tokens", "tokenize"),
+    }
 )
 """What chat_template_kwargs must not set: it adds variables and overrides none."""
 
@@ -148,10 +151,10 @@ def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[st
             raise InvalidRequestError(f"{path}.role must be a text", param=f"{path}.role")
         if role == "developer" and "developer" not in template:
             role = "system"
-        clean = {key: value for key, value in message.items() if value is not None}
-        clean |= {"role": role, "content": _content(message.get("content"), f"{path}.content")}
-        if "tool_calls" in clean:
-            clean["tool_calls"] = _tool_calls(clean["tool_calls"], f"{path}.tool_calls")
+        content = _content(message.get("content"), f"{path}.content")
+        clean = {**message, "role": role, "content": content}
+        if message.get("tool_calls") is not None:
+            clean["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
         messages.append(clean)
     return messages
 
@@ -173,9 +176,7 @@ def _content(content: Any, path: str) -> str:
                 f"{path}[{i}]: parts must have type 'text', got {shown}", param=f"{path}[{i}]"
             )
         if not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                f"{path}[{i}].text must be a text", param=f"{path}[{i}].text"
-            )
+            raise InvalidRequestError(f"{path}[{i}].text must be a text", param=f"{path}[{i}].text")
         texts.append(part["text"])
     return "\n".join(texts)
 

@@ -17,8 +17,11 @@ from jaxserve.errors import InvalidRequestError
 T = TypeVar("T")
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
-    """``continuous_usage_stats`` puts the usage so far on every chunk; it needs ``include_usage``."""
+    """``continuous_usage_stats`` needs ``include_usage`` and puts the usage on every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -89,6 +92,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     audio: Any = None
     chat_template: Any = None
@@ -97,7 +101,6 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
-    reasoning_effort: Any = None
     tool_choice: Any = None
     tools: Any = None
     web_search_options: Any = None

@@ -32,7 +32,9 @@ async def tokenize(request: Request) -> JSONResponse:
             "count": len(ids),
             "max_model_len": frontend.max_model_len,
             "tokens": ids,
-            "token_strs": [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None,
+            "token_strs": [tokenizer.token_text(i) for i in ids]
+            if body.return_token_strs
+            else None,
         }
     )
 
@@ -43,7 +45,9 @@ async def detokenize(request: Request) -> JSONResponse:
     body = await read_json(request, DetokenizeRequest)
     frontend.check_model(body.model)
     check_ids(body.tokens, frontend.tokenizer.vocab_size, param="tokens")
-    return JSONResponse({"prompt": frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    return JSONResponse(
+        {"prompt": frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    )
 
 
 routes = [

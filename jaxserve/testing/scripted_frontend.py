@@ -1,0 +1,39 @@
+"""A front end whose answers are known beforehand, for tests of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.frontend import Frontend
+from jaxserve.messages import Ready, Submit
+from jaxserve.testing.scripted_engine import READY, ScriptedEngine
+from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
+
+
+def scripted_frontend(
+    *answers: str | Sequence[int],
+    tokens_per_output: int = 1,
+    ready: Ready = READY,
+    **options: Any,
+) -> Frontend:
+    """A front end on a `ScriptedEngine` with the tiny tokenizer.
+
+    Args:
+      *answers: texts or token ids. Requests get them in turn, each followed by the end token.
+      tokens_per_output: how many tokens come at a time.
+      ready: what the engine has settled on.
+      **options: of `Frontend`.
+    """
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.eos_token_id is not None
+    scripts = [
+        [*(tokenizer.encode(a) if isinstance(a, str) else a), tokenizer.eos_token_id]
+        for a in answers
+    ]
+
+    def script(submit: Submit) -> Sequence[int]:
+        return scripts[(len(engine.submitted) - 1) % len(scripts)]
+
+    engine = ScriptedEngine(script, tokens_per_output=tokens_per_output, ready=ready)
+    return Frontend(engine, tokenizer, **{"model_names": ("tiny",), **options})

@@ -1,0 +1,37 @@
+"""Every kind of error has a status and one form of body."""
+
+import pytest
+
+from jaxserve import errors
+from jaxserve.openai.errors import error_reply
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param", "code"),
+    [
+        (errors.InvalidRequestError("m", param="n"), 400, "n", 400),
+        (errors.ContextLengthError("m", param="prompt"), 400, "prompt", "context_length_exceeded"),
+        (errors.UnknownModelError("m"), 404, "model", "model_not_found"),
+        (errors.QueueFullError("m"), 429, None, "queue_full"),
+        (errors.EngineDeadError("m"), 503, None, 503),
+        (errors.RequestFailedError("m"), 500, None, 500),
+    ],
+)
+def test_errors_of_ours_say_what_they_say(error, status, param, code) -> None:
+    reply = error_reply(error)
+    info = reply.body.error
+    assert (reply.status, info.message, info.param, info.code) == (status, "m", param, code)
+
+
+def test_other_errors_say_nothing() -> None:
+    reply = error_reply(ValueError("secret at 0x7f00"))
+    assert reply.status == 500
+    assert "secret" not in reply.body.error.message
+
+
+def test_messages_carry_no_addresses_and_are_not_endless() -> None:
+    message = error_reply(
+        errors.InvalidRequestError("<x at 0x7f1234abcd> " + "y" * 9999)
+    ).body.error
+    assert "0x" not in message.message
+    assert len(message.message) <= 2000

@@ -1,0 +1,463 @@
+"""Bodies become prompts and parameters, or one error that names the field at fault."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxserve.errors import ContextLengthError, InvalidRequestError, UnknownModelError
+from jaxserve.frontend import Frontend
+from jaxserve.generation_defaults import GenerationDefaults
+from jaxserve.openai import chat, completions
+from jaxserve.openai.protocol import ChatRequest, CompletionRequest, decode
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing.scripted_frontend import scripted_frontend
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+async def complete(frontend: Frontend, body: dict[str, Any] | bytes):
+    data = body if isinstance(body, bytes) else json.dumps({"prompt": "hello"} | body).encode()
+    return await completions.complete(
+        await completions.prepare(frontend, decode(data, CompletionRequest))
+    )
+
+
+async def ask(frontend: Frontend, body: dict[str, Any] | bytes):
+    data = body if isinstance(body, bytes) else json.dumps({"messages": MESSAGES} | body).encode()
+    return await chat.complete(await chat.prepare(frontend, decode(data, ChatRequest)))
+
+
+BAD_SAMPLING = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 2.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 10**12}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 3, "temperature": 0}, "n"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "0.7"}, "temperature"),
+    ({"temperature": [1]}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_p": False}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 10}, "presence_penalty"),
+    ({"frequency_penalty": -10}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": -1}, "repetition_penalty"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": True}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["ok", ""]}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stop": ["x"] * 2000}, "stop"),
+    ({"stop": "x" * 1_000_000}, "stop"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"ignore_eos": "yes"}, "ignore_eos"),
+    ({"stream": "true"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream_options": {}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": 5}, "stream_options"),
+    ({"model": 5}, "model"),
+    # Not here yet.
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": "text"}, "response_format"),
+    ({"best_of": 2}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": True}, "best_of"),
+    ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+    ({"bad_words": ["x"]}, "bad_words"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"guided_regex": "a"}, "guided_regex"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"cache_salt": "a"}, "cache_salt"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_SAMPLING)
+async def test_bad_sampling_fields_are_named_on_both_endpoints(body, param) -> None:
+    frontend = scripted_frontend("hello")
+    for run in (complete, ask):
+        with pytest.raises(InvalidRequestError) as caught:
+            await run(frontend, body)
+        assert caught.value.param == param
+        assert caught.value.message
+        assert len(caught.value.message) < 500
+    assert frontend.engine.submitted == []
+    assert (await complete(frontend, {})).choices[0].text == "hello"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[], [1, 2]]}, "prompt"),
+        ({"prompt": [[1, 2], []]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, 2.5]}, "prompt"),
+        ({"prompt": [True, False]}, "prompt"),
+        ({"prompt": [None]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [300]}, "prompt"),
+        ({"prompt": [[1], [-1]]}, "prompt"),
+        ({"prompt": ["a"] * 3000}, "prompt"),
+        ({"suffix": "x"}, "suffix"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": 1}, "echo"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -2}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": "1"}, "logprobs"),
+    ],
+)
+async def test_bad_completion_fields(body, param) -> None:
+    frontend = scripted_frontend("hello")
+    with pytest.raises(InvalidRequestError) as caught:
+        await complete(frontend, body)
+    assert caught.value.param == param
+    assert frontend.engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [*MESSAGES, {"role": 5, "content": "hi"}]}, "messages[1].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages[0].content[0].text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [5]}, *MESSAGES]},
+            "messages[0].tool_calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"special_tokens": {}}}, "chat_template_kwargs"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": 5}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"reasoning_effort": "lots"}, "reasoning_effort"),
+        ({"echo": True}, "echo"),
+    ],
+)
+async def test_bad_chat_fields(body, param) -> None:
+    frontend = scripted_frontend("hello")
+    with pytest.raises(InvalidRequestError) as caught:
+        await ask(frontend, body)
+    assert caught.value.param == param
+    assert frontend.engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b'{"prompt":"a"} x',
+        b'{"prompt":"\xff\xfe"}',
+        b'{"prompt":"\xf0\x9f',
+        b'{"prompt":"\\ud83d"}',
+        b'{"prompt":"a","temperature":NaN}',
+        b'{"prompt":"a","top_p":Infinity}',
+        b'{"prompt":"a","min_p":-Infinity}',
+        b'{"prompt":"a","temperature":1e999}',
+        b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"x":' + b'{"x":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+    ],
+)
+async def test_bodies_that_are_no_json_objects(body) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(body, CompletionRequest)
+    assert len(caught.value.message) < 500
+
+
+def test_many_errors_make_one_short_message() -> None:
+    body = json.dumps({"messages": [5] * 50_000, "stop": "x" * 10_000}).encode()
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(body, ChatRequest)
+    assert caught.value.message == "messages[0]: Expected object, got int"
+
+
+NULLS = {
+    name: None
+    for name in (
+        *msgspec.structs.asdict(CompletionRequest()),
+        *msgspec.structs.asdict(ChatRequest()),
+        *("user", "metadata", "store", "service_tier", "parallel_tool_calls"),
+    )
+}
+
+
+async def test_null_is_the_same_as_absent() -> None:
+    frontend = scripted_frontend("hello")
+    body = {key: value for key, value in NULLS.items() if key not in ("prompt", "messages")}
+    await complete(frontend, {})
+    await complete(frontend, body)
+    await ask(frontend, {})
+    await ask(frontend, body)
+    sent = [s.params for s in frontend.engine.submitted]
+    unseeded = [msgspec.structs.replace(params, seed=0) for params in sent]
+    assert unseeded[0] == unseeded[1]
+    assert unseeded[2] == unseeded[3]
+
+
+async def test_values_that_ask_for_nothing_and_unknown_fields_are_taken() -> None:
+    frontend = scripted_frontend("hello")
+    body = {
+        "tools": [],
+        "tool_choice": "none",
+        "functions": [],
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+        "suffix": "",
+        "best_of": 1,
+        "bad_words": [],
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "modalities": ["text"],
+        "return_token_ids": False,
+        "stop": [],
+        "reasoning_effort": "low",
+        "no_such_field": {"deep": [1, {"er": None}]},
+    }
+    assert (await complete(frontend, body)).choices[0].text == "hello"
+    assert (await ask(frontend, body)).choices[0].message.content == "hello"
+
+
+async def test_fields_reach_the_engine() -> None:
+    frontend = scripted_frontend("hello")
+    body = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 2**32 + 7,
+        "max_tokens": 9,
+        "min_tokens": 1,
+        "stop_token_ids": [4],
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.5,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "priority": -3,
+    }
+    expected = SamplingParams(
+        **{k: v for k, v in body.items() if k not in ("priority", "stop_token_ids")},
+        stop_token_ids=(4,),
+    )
+    await complete(frontend, body | {"logprobs": 2})
+    await ask(frontend, body | {"logprobs": True, "top_logprobs": 2})
+    for submit in frontend.engine.submitted:
+        assert submit.params == msgspec.structs.replace(expected, logprobs=2)
+        assert submit.priority == -3
+
+
+async def test_length_of_an_answer() -> None:
+    frontend = scripted_frontend("hello")
+    cases: list[tuple[Any, dict[str, Any], int]] = [
+        (complete, {"prompt": [1] * 6}, 16),
+        (complete, {"prompt": [1] * 250}, 6),
+        (complete, {"max_tokens": 9}, 9),
+        (complete, {"max_tokens": 4, "max_completion_tokens": 4}, 4),
+        (ask, {"max_completion_tokens": 3}, 3),
+        (ask, {"max_tokens": 9, "max_completion_tokens": 3}, 3),
+        (ask, {"max_tokens": 9}, 9),
+    ]
+    for run, body, expected in cases:
+        await run(frontend, body)
+        assert frontend.engine.submitted[-1].params.max_tokens == expected
+    await ask(frontend, {})
+    submit = frontend.engine.submitted[-1]
+    assert submit.params.max_tokens == 256 - len(submit.prompt_token_ids)
+
+
+async def test_defaults_of_the_model_give_way_to_the_request() -> None:
+    defaults = GenerationDefaults({"temperature": 0.1, "top_k": 1, "repetition_penalty": 1.2}, 30)
+    frontend = scripted_frontend("hello", defaults=defaults)
+    await ask(frontend, {})
+    params = frontend.engine.submitted[-1].params
+    assert (params.temperature, params.top_k, params.repetition_penalty) == (0.1, 1, 1.2)
+    assert params.max_tokens == 30
+    await ask(frontend, {"temperature": 1.5, "top_k": -1, "max_tokens": 50})
+    params = frontend.engine.submitted[-1].params
+    assert (params.temperature, params.top_k, params.max_tokens) == (1.5, 0, 50)
+
+
+async def test_prompt_forms() -> None:
+    frontend = scripted_frontend("hello")
+    hello = frontend.tokenizer.encode("hello")
+    cases = [
+        ("hello", [hello]),
+        (["hello", "he"], [hello, frontend.tokenizer.encode("he")]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ]
+    for prompt, expected in cases:
+        frontend.engine.submitted.clear()
+        reply = await complete(frontend, {"prompt": prompt})
+        assert sorted(s.prompt_token_ids for s in frontend.engine.submitted) == sorted(expected)
+        assert reply.usage.prompt_tokens == sum(map(len, expected))
+
+
+async def rendered(frontend: Frontend, body: dict[str, Any]) -> str:
+    await ask(frontend, body)
+    ids = frontend.engine.submitted[-1].prompt_token_ids
+    return frontend.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+async def test_messages_are_rendered_with_the_template() -> None:
+    frontend = scripted_frontend("hello")
+    plain = await rendered(frontend, {})
+    assert plain == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    text_part = {"type": "text", "text": "hello"}
+    parts = [{"role": "user", "content": [text_part], "name": "me", "unknown": 1}]
+    assert await rendered(frontend, {"messages": parts}) == plain
+    bare = await rendered(frontend, {"add_generation_prompt": False})
+    assert bare == "<|im_start|>user\nhello<|im_end|>\n"
+    several = [{"role": "user", "content": [text_part, {"type": "text", "text": ""}, text_part]}]
+    assert "user\nhello\n\nhello<" in await rendered(frontend, {"messages": several})
+    empty = [{"role": "system", "content": []}, {"role": "assistant", "content": None}, *MESSAGES]
+    assert "system\n<|im_end|>\n<|im_start|>assistant\n<" in await rendered(
+        frontend, {"messages": empty}
+    )
+
+
+async def test_a_developer_is_a_system_unless_the_template_knows_the_role() -> None:
+    messages = [{"role": "developer", "content": "d"}, *MESSAGES]
+    frontend = scripted_frontend("hello")
+    assert "<|im_start|>system\nd" in await rendered(frontend, {"messages": messages})
+    knows = "{# developer #}{% for m in messages %}{{ m.role }}:{% endfor %}"
+    frontend = scripted_frontend("hello", chat_template=knows)
+    assert await rendered(frontend, {"messages": messages}) == "developer:user:"
+
+
+@pytest.mark.parametrize("text", ["OK! ", "OK!\n", "", " x", "hello hello", "<|im_end|>"])
+@pytest.mark.parametrize("trims", [False, True])
+async def test_an_answer_can_be_continued(text, trims) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content|trim }}</s>{% endfor %}"
+        if trims
+        else "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+    )
+    frontend = scripted_frontend("hello", chat_template=template)
+    messages = [*MESSAGES, {"role": "assistant", "content": text}]
+    prompt = await rendered(frontend, {"messages": messages, "continue_final_message": True})
+    shown = text.lstrip() if trims else text
+    assert prompt == "[user]hello</s>[assistant]" + shown
+
+
+async def test_tool_calls_of_the_past_reach_the_template_as_objects() -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments.x + 1 }}{% endfor %}({{ m.content }}){% endfor %}"
+    )
+    frontend = scripted_frontend("hello", chat_template=template)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 41}'}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "42"},
+    ]
+    assert await rendered(frontend, {"messages": messages}) == "42()(42)"
+
+
+async def test_variables_for_the_template() -> None:
+    template = "{{ mode }}{{ reasoning_effort }}{{ messages|length }}"
+    frontend = scripted_frontend("hello", chat_template=template)
+    body = {"chat_template_kwargs": {"mode": "m"}, "reasoning_effort": "high"}
+    assert await rendered(frontend, body) == "mhigh1"
+
+
+async def test_a_template_that_refuses_or_is_missing() -> None:
+    template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(InvalidRequestError, match="System role not supported"):
+        await ask(scripted_frontend("hello", chat_template=template), {})
+    with pytest.raises(InvalidRequestError, match="cannot be empty") as caught:
+        await ask(scripted_frontend("hello", chat_template="{# nothing #}"), {})
+    assert caught.value.param == "messages"
+    frontend = scripted_frontend("hello")
+    frontend.chat_template = None
+    with pytest.raises(InvalidRequestError, match="--chat-template"):
+        await ask(frontend, {})
+    assert (await complete(frontend, {})).choices[0].text == "hello"
+
+
+async def test_models_and_lengths_that_are_not_served() -> None:
+    frontend = scripted_frontend("hello")
+    for run in (complete, ask):
+        with pytest.raises(UnknownModelError):
+            await run(frontend, {"model": "nope"})
+        assert (await run(frontend, {"model": ""})).model == "tiny"
+        assert (await run(frontend, {"model": "tiny"})).model == "tiny"
+    with pytest.raises(ContextLengthError):
+        await complete(frontend, {"prompt": [1] * 300})
+    long = [{"role": "user", "content": "hello " * 300}]
+    with pytest.raises(ContextLengthError) as caught:
+        await ask(frontend, {"messages": long})
+    assert caught.value.param == "messages"

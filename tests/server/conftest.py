@@ -1,0 +1,30 @@
+"""An application in front of a scripted engine, and clients that call it without sockets."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxserve.frontend import Frontend
+from jaxserve.testing.scripted_frontend import scripted_frontend
+from server.app import create_app
+from server.settings import ApiSettings
+from server.state import ServerState
+
+
+@pytest.fixture
+def frontend() -> Frontend:
+    return scripted_frontend("hello world")
+
+
+@pytest.fixture
+def call(frontend) -> Callable[..., httpx.AsyncClient]:
+    """Makes a client of an application with these settings; by default it is ready to serve."""
+
+    def make(*, state: ServerState | None = None, **settings: Any) -> httpx.AsyncClient:
+        app = create_app(state or ServerState(frontend), ApiSettings(**settings))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    return make

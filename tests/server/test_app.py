@@ -1,0 +1,327 @@
+"""The application as a client sees it: endpoints, errors, keys, limits."""
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from jaxserve import __version__
+from jaxserve.errors import EngineDeadError
+from jaxserve.frontend import Limits
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing.scripted_frontend import scripted_frontend
+from server.app import ROUTES
+from server.state import ServerState
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+PROMPT = {"prompt": "hello"}
+
+
+def check_error(response, status: int, *, param=None, code=None) -> str:
+    """Checks the form of an error and returns its message."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    (error,) = response.json().values()
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["code"] == (code or status)
+    assert "Traceback" not in error["message"]
+    assert not re.search("0x[0-9a-f]{6}", error["message"])
+    return error["message"]
+
+
+async def test_both_endpoints_answer(call) -> None:
+    async with call() as client:
+        reply = (await client.post("/v1/completions", json=PROMPT)).json()
+        assert reply["choices"][0]["text"] == "hello world"
+        reply = (await client.post("/v1/chat/completions", json=CHAT)).json()
+        assert reply["choices"][0]["message"]["content"] == "hello world"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)]
+)
+async def test_streams_are_framed_as_events(call, path, body) -> None:
+    async with call() as client:
+        response = await client.post(path, json=body | {"stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    *events, end, rest = response.text.split("\n\n")
+    assert (end, rest) == ("data: [DONE]", "")
+    assert all(event.startswith("data: {") for event in events)
+    assert len({json.loads(event[6:])["id"] for event in events}) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "code"),
+    [
+        ("/v1/completions", PROMPT | {"temperature": -1}, 400, "temperature", None),
+        ("/v1/completions", PROMPT | {"model": "no"}, 404, "model", "model_not_found"),
+        ("/v1/completions", {"prompt": [1] * 999}, 400, "prompt", "context_length_exceeded"),
+        ("/v1/completions", {"prompt": [999]}, 400, "prompt", None),
+        ("/v1/completions", [], 400, None, None),
+        ("/v1/completions", {}, 400, "prompt", None),
+        ("/v1/chat/completions", {}, 400, "messages", None),
+        ("/v1/chat/completions", CHAT | {"n": 0}, 400, "n", None),
+        ("/v1/chat/completions", CHAT | {"model": "no"}, 404, "model", "model_not_found"),
+        ("/tokenize", {}, 400, "prompt", None),
+        ("/tokenize", {"prompt": 5}, 400, "prompt", None),
+        ("/detokenize", {}, 400, None, None),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens", None),
+        ("/detokenize", {"tokens": [10**30]}, 400, "tokens", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_rejections_are_plain_errors_also_for_streams(
+    call, frontend, path, body, status, param, code, stream
+) -> None:
+    if isinstance(body, dict) and stream:
+        body = body | {"stream": True}
+    async with call() as client:
+        check_error(await client.post(path, json=body), status, param=param, code=code)
+        assert frontend.engine.submitted == []
+        assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"model":"\xff"}', b"[" * 100_000, b'{"model":NaN}'])
+async def test_bodies_that_are_no_json(call, body) -> None:
+    async with call() as client:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+            check_error(await client.post(path, content=body), 400)
+
+
+async def test_content_types(call) -> None:
+    good = json.dumps(PROMPT).encode()
+    async with call() as client:
+
+        async def status(content_type: str | None, **headers: str) -> int:
+            if content_type is not None:
+                headers["content-type"] = content_type
+            reply = await client.post("/v1/completions", content=good, headers=headers)
+            return reply.status_code
+
+        assert await status("application/json; charset=utf-8") == 200
+        assert await status("Application/JSON") == 200
+        assert await status(None) == 200
+        assert await status(None, origin="http://evil") == 400
+        assert await status("text/plain") == 400
+        assert await status("application/x-www-form-urlencoded") == 400
+
+
+async def test_a_large_body_is_refused_whatever_length_it_declares(call) -> None:
+    async def chunks():
+        for _ in range(40):
+            yield b" " * 65536
+
+    async with call(max_body_mib=1) as client:
+        declared = await client.post("/v1/completions", content=b" " * (2 << 20))
+        assert "1 MiB" in check_error(declared, 413)
+        check_error(await client.post("/v1/completions", content=chunks()), 413)
+        assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
+
+
+async def test_unknown_paths_and_methods_say_what_to_do(call) -> None:
+    async with call() as client:
+        for path in ("/chat/completions", "/completions", "/models"):
+            assert f"/v1{path}" in check_error(await client.post(path, json={}), 404)
+        message = check_error(await client.get("/v1/v1/chat/completions"), 404)
+        assert "did you mean /v1/chat/completions" in message
+        check_error(await client.get("/nothing"), 404)
+        response = await client.get("/v1/completions")
+        assert "POST" in check_error(response, 405)
+        assert "POST" in response.headers["allow"]
+
+
+async def test_models_are_listed_under_every_name(call) -> None:
+    state = ServerState(scripted_frontend("he", model_names=("org/a", "b")))
+    async with call(state=state) as client:
+        listed = (await client.get("/v1/models")).json()
+        assert listed["object"] == "list"
+        assert [card["id"] for card in listed["data"]] == ["org/a", "b"]
+        assert {card["max_model_len"] for card in listed["data"]} == {256}
+        assert (await client.get("/v1/models/org/a")).json() == listed["data"][0]
+        check_error(await client.get("/v1/models/c"), 404, param="model", code="model_not_found")
+        reply = await client.post("/v1/completions", json=PROMPT | {"model": "b"})
+        assert reply.json()["model"] == "b"
+
+
+async def test_texts_can_be_tokenized_and_back(call, frontend) -> None:
+    async with call() as client:
+        for prefix in ("", "/v1"):
+            reply = (await client.post(f"{prefix}/tokenize", json=PROMPT)).json()
+            ids = frontend.tokenizer.encode("hello")
+            assert reply == {
+                "count": len(ids),
+                "max_model_len": 256,
+                "tokens": ids,
+                "token_strs": None,
+            }
+            back = await client.post(f"{prefix}/detokenize", json={"tokens": ids})
+            assert back.json() == {"prompt": "hello"}
+        reply = await client.post("/tokenize", json=CHAT | {"return_token_strs": True})
+        assert "".join(reply.json()["token_strs"]).endswith("<|im_start|>assistant\n")
+        without = await client.post("/tokenize", json=CHAT | {"add_generation_prompt": False})
+        assert without.json()["count"] < reply.json()["count"]
+
+
+async def test_small_endpoints(call, frontend) -> None:
+    async with call() as client:
+        assert (await client.get("/version")).json() == {"version": __version__}
+        for method, path in (("GET", "/health"), ("GET", "/live"), ("POST", "/ping")):
+            response = await client.request(method, path)
+            assert (response.status_code, response.content) == (200, b"")
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        deltas = frontend.generate([1], SamplingParams(n=3))
+        await anext(deltas)
+        assert (await client.get("/load")).json() == {"server_load": 3}
+        await deltas.aclose()
+
+
+async def test_until_it_is_ready_only_life_is_confirmed(call, frontend) -> None:
+    state = ServerState()
+    state.phase = "load weights"
+    async with call(state=state) as client:
+        assert (await client.get("/live")).status_code == 200
+        assert (await client.get("/metrics")).status_code == 200
+        response = await client.get("/health")
+        assert "load weights" in check_error(response, 503)
+        assert "retry-after" in response.headers
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+            check_error(await client.post(path, json=PROMPT), 503)
+        check_error(await client.get("/v1/models"), 503)
+        state.frontend = frontend
+        assert (await client.get("/health")).status_code == 200
+        state.draining = True
+        check_error(await client.get("/health"), 503)
+        check_error(await client.post("/v1/completions", json=PROMPT), 503)
+        assert (await client.get("/live")).status_code == 200
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_dead_engine_is_a_503_and_one_that_dies_breaks_the_stream(
+    call, frontend, n
+) -> None:
+    streamed = PROMPT | {"stream": True, "n": n}
+    async with call() as client:
+        frontend.engine.fail_after = 0
+        check_error(await client.post("/v1/completions", json=streamed), 503)
+        check_error(await client.post("/v1/completions", json=PROMPT), 503)
+        frontend.engine.fail_after = 2
+        check_error(await client.post("/v1/completions", json=PROMPT), 503)
+        response = await client.post("/v1/completions", json=streamed)
+        assert response.status_code == 200
+        *chunks, error, done, _ = response.text.split("\n\n")
+        assert done == "data: [DONE]"
+        assert json.loads(error[6:])["error"]["code"] == 503
+        assert '"finish_reason":"stop"' not in response.text
+        assert len(chunks) >= 1
+        frontend.engine.fail_after = None
+        assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
+        frontend.engine.error = EngineDeadError("gone")
+        check_error(await client.get("/health"), 503)
+
+
+async def test_a_defect_is_a_500_that_tells_nothing(call, frontend, caplog) -> None:
+    frontend.engine.fail_after = 0
+    frontend.engine.error = ValueError("secret")
+    async with call() as client:
+        for body in (PROMPT, PROMPT | {"stream": True}):
+            message = check_error(await client.post("/v1/completions", json=body), 500)
+            assert message == "Internal server error"
+    assert "secret" in caplog.text
+
+
+async def test_beyond_the_limit_there_is_a_429_to_retry(call) -> None:
+    frontend = scripted_frontend("hello", limits=Limits(max_in_flight=1))
+    held = frontend.generate([1], SamplingParams())
+    await anext(held)
+    async with call(state=ServerState(frontend)) as client:
+        response = await client.post("/v1/completions", json=PROMPT)
+        check_error(response, 429, code="queue_full")
+        assert response.headers["retry-after"] == "1"
+        await held.aclose()
+        assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
+
+
+PATHS = sorted({route.path.replace("{name:path}", "tiny") for route in ROUTES})
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/nothing", "/health/", "//health"])
+async def test_every_path_but_the_probes_needs_a_key(call, path) -> None:
+    async with call(api_key=("one", "two")) as client:
+        wrong = [None, "Bearer three", "Bearer ", "Basic one", "one", "Bearer one two", "Bearer on"]
+        for header in wrong:
+            headers = {} if header is None else {"authorization": header}
+            status = (await client.get(path, headers=headers)).status_code
+            assert status == (200 if path in ("/health", "/live") else 401)
+        for header in ("Bearer one", "bearer two", "BEARER  one"):
+            response = await client.get(path, headers={"authorization": header})
+            assert response.status_code != 401
+
+
+async def test_a_missing_key_is_an_error_in_the_usual_form(call) -> None:
+    async with call(api_key=("one",)) as client:
+        response = await client.post("/v1/completions", json=PROMPT)
+        message = check_error(response, 401, code="invalid_api_key")
+        assert "one" not in message.replace("one of", "")
+        forged = {"host": "x/health?"}
+        assert (await client.get("/v1/models", headers=forged)).status_code == 401
+
+
+async def test_pages_of_allowed_origins_may_call(call, frontend) -> None:
+    preflight = {
+        "origin": "http://page",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-os",
+    }
+    async with call(api_key=("k",), allowed_origins=("http://page",)) as client:
+        response = await client.options("/v1/chat/completions", headers=preflight)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "http://page"
+        assert "x-stainless-os" in response.headers["access-control-allow-headers"]
+        headers = {"origin": "http://page", "authorization": "Bearer k"}
+        frontend.engine.fail_after = 0
+        frontend.engine.error = ValueError("defect")
+        for body in (PROMPT, PROMPT | {"n": 0}, PROMPT | {"stream": True}):
+            response = await client.post("/v1/completions", json=body, headers=headers)
+            assert response.headers["access-control-allow-origin"] == "http://page"
+        response = await client.get("/v1/models", headers={"origin": "http://page"})
+        assert response.status_code == 401
+        assert response.headers["access-control-allow-origin"] == "http://page"
+        other = await client.get("/health", headers={"origin": "http://other"})
+        assert "access-control-allow-origin" not in other.headers
+    async with call() as client:
+        response = await client.get("/health", headers={"origin": "http://page"})
+        assert "access-control-allow-origin" not in response.headers
+
+
+async def test_request_ids_are_echoed_or_made(call) -> None:
+    async with call() as client:
+        for path, body in (("/v1/completions", PROMPT), ("/v1/completions", {}), ("/x", {})):
+            response = await client.post(path, json=body, headers={"x-request-id": "abc-1"})
+            assert response.headers["x-request-id"] == "abc-1"
+        for bad in ("", "a b", "x" * 200, "a\tb", "é"):
+            response = await client.post(
+                "/v1/completions", json=PROMPT, headers={"x-request-id": bad.encode()}
+            )
+            assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+        streamed = await client.post(
+            "/v1/completions",
+            json=PROMPT | {"stream": True},
+            headers={"x-request-id": "abc-1"},
+        )
+        assert streamed.headers["x-request-id"] == "abc-1"
+        assert '"id":"cmpl-abc-1"' in streamed.text
+
+
+async def test_two_requests_may_have_the_same_id(call, frontend) -> None:
+    async with call() as client:
+        replies = await asyncio.gather(
+            *(
+                client.post("/v1/completions", json=PROMPT, headers={"x-request-id": "same"})
+                for _ in range(3)
+            )
+        )
+    assert [r.json()["choices"][0]["text"] for r in replies] == ["hello world"] * 3
+    assert len({s.request_id for s in frontend.engine.submitted}) == 3

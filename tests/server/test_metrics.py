@@ -1,0 +1,95 @@
+"""The page for Prometheus."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.messages import RequestOutput, StepOutputs, StepStats
+from jaxserve.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS, token_buckets
+from jaxserve.testing.scripted_frontend import scripted_frontend
+from server.metrics import ENGINE_METRICS, render
+
+PROMPT = {"prompt": [1] * 20, "max_tokens": 2}
+
+
+def parse(page: str) -> dict[str, dict[tuple, float]]:
+    """Sample name to its labels (without those that all have) to its value."""
+    found: dict[str, dict[tuple, float]] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "tiny"
+            assert labels.pop("engine") == "0"
+            key = tuple(sorted(labels.items()))
+            values = found.setdefault(sample.name, {})
+            assert key not in values, "a sample is there twice"
+            values[key] = sample.value
+    return found
+
+
+async def test_requests_are_on_the_page(call, frontend) -> None:
+    async with call() as client:
+        for _ in range(3):
+            await client.post("/v1/completions", json=PROMPT)
+        await client.post("/v1/completions", json=PROMPT | {"n": 0})
+        response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    page = parse(response.text)
+    assert page["vllm:request_success_total"][(("finished_reason", "length"),)] == 3
+    assert page["vllm:request_success_total"][(("finished_reason", "stop"),)] == 0
+    assert page["vllm:prompt_tokens_total"][()] == 60
+    assert page["vllm:generation_tokens_total"][()] == 6
+    assert page["vllm:time_to_first_token_seconds_count"][()] == 3
+    assert page["vllm:inter_token_latency_seconds_count"][()] == 3
+    assert page["vllm:request_prompt_tokens_sum"][()] == 60
+    sizes = (("block_size", "16"), ("num_gpu_blocks", "65"))
+    assert page["vllm:cache_config_info"][sizes] == 1
+    assert page["vllm:num_requests_running"][()] == 0
+
+
+def bounds(page: dict[str, dict[tuple, float]], name: str) -> list[float]:
+    values = {float(dict(key)["le"]): v for key, v in page[f"vllm:{name}_bucket"].items()}
+    assert list(values.values()) == sorted(values.values()), "buckets are cumulative"
+    assert values[float("inf")] == page[f"vllm:{name}_count"][()]
+    return sorted(values)[:-1]
+
+
+def test_histograms_have_the_buckets_that_dashboards_expect() -> None:
+    page = parse(render(scripted_frontend("he"), prefix="vllm"))
+    assert bounds(page, "time_to_first_token_seconds") == list(TTFT_BUCKETS)
+    assert len(TTFT_BUCKETS) == 22
+    assert bounds(page, "inter_token_latency_seconds") == list(TOKEN_BUCKETS)
+    assert bounds(page, "request_time_per_output_token_seconds") == list(TOKEN_BUCKETS)
+    for kind in ("e2e_request_latency", *(f"request_{w}_time" for w in ("queue", "prefill"))):
+        assert bounds(page, f"{kind}_seconds") == list(LATENCY_BUCKETS)
+    assert bounds(page, "request_params_n") == [1, 2, 5, 10, 20]
+    assert bounds(page, "request_prompt_tokens") == [1, 2, 5, 10, 20, 50, 100, 200]
+    assert token_buckets(1000)[-2:] == (500, 1000)
+
+
+def test_steps_are_counted_once_and_heartbeats_are_not() -> None:
+    frontend = scripted_frontend("he")
+    for total, tokens in ((1, 30), (2, 1), (2, 1), (2, 0)):
+        stats = StepStats(total_steps=total, num_step_tokens=tokens)
+        frontend.metrics.step_done(StepOutputs(0, 0.0, [RequestOutput("a", [1])], stats))
+    page = parse(render(frontend, prefix="vllm"))
+    assert page["vllm:iteration_tokens_total_count"][()] == 2
+    assert page["vllm:iteration_tokens_total_sum"][()] == 31
+    assert bounds(page, "iteration_tokens_total") == [1, *(2**i for i in range(3, 15))]
+
+
+def test_several_engines_have_their_own_numbers(monkeypatch) -> None:
+    frontend = scripted_frontend("he", model_names=('a"\\b',))
+    stats = {0: StepStats(num_running=2), 1: StepStats(num_running=5, total_preemptions=7)}
+    monkeypatch.setattr(type(frontend.engine), "stats", stats)
+    page = render(frontend, prefix="jaxserve")
+    by_engine = {
+        (s.name, s.labels["engine"]): s.value
+        for family in text_string_to_metric_families(page)
+        for s in family.samples
+        if s.name.removeprefix("jaxserve:") in ENGINE_METRICS
+    }
+    assert by_engine["jaxserve:num_requests_running", "0"] == 2
+    assert by_engine["jaxserve:num_requests_running", "1"] == 5
+    assert by_engine["jaxserve:num_preemptions_total", "1"] == 7
+    assert 'engine="all"' in page
+    (running, *_) = text_string_to_metric_families(page)
+    assert running.samples[0].labels["model_name"] == 'a"\\b'

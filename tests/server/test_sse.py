@@ -1,0 +1,106 @@
+"""Clients that go away: what runs for them is given up at once."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxserve.testing.scripted_frontend import scripted_frontend
+from server.app import create_app
+from server.state import ServerState
+
+Message = dict[str, Any]
+
+
+class Client:
+    """A connection that an application talks to, one message at a time."""
+
+    def __init__(self, body: dict[str, Any], path: str = "/v1/completions") -> None:
+        self.sent: list[Message] = []
+        self.got_body = asyncio.Event()
+        self._incoming: asyncio.Queue[Message] = asyncio.Queue()
+        data = json.dumps(body).encode()
+        self._incoming.put_nowait({"type": "http.request", "body": data, "more_body": False})
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "method": "POST",
+            "path": path,
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+
+    async def receive(self) -> Message:
+        return await self._incoming.get()
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+        if message.get("body"):
+            self.got_body.set()
+
+    def leave(self) -> None:
+        self._incoming.put_nowait({"type": "http.disconnect"})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+ENDLESS = {"prompt": "hello", "ignore_eos": True, "max_tokens": 200}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stall_after", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_aborts_its_request(n, stall_after, stream) -> None:
+    frontend = scripted_frontend("hello world")
+    engine = frontend.engine
+    engine.stall_after = stall_after
+    app = create_app(ServerState(frontend))
+    client = Client(ENDLESS | {"n": n, "stream": stream})
+    serving = asyncio.create_task(app(client.scope, client.receive, client.send))
+    await until(lambda: len(engine.submitted) == n)
+    if stream and stall_after:
+        await client.got_body.wait()
+    client.leave()
+    await asyncio.wait_for(serving, 10)
+    assert len(engine.aborted) == n
+    assert frontend.num_in_flight == 0
+    assert frontend.metrics.finished == {"abort": n}
+    assert not any(b"[DONE]" in m.get("body", b"") for m in client.sent)
+
+
+async def test_a_slow_client_that_leaves_while_it_is_written_to() -> None:
+    frontend = scripted_frontend("hello world")
+    client = Client(ENDLESS | {"stream": True})
+    blocked = asyncio.Event()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            blocked.set()
+            await asyncio.Event().wait()
+
+    app = create_app(ServerState(frontend))
+    serving = asyncio.create_task(app(client.scope, client.receive, send))
+    await blocked.wait()
+    client.leave()
+    await asyncio.wait_for(serving, 10)
+    assert len(frontend.engine.aborted) == 1
+
+
+async def test_a_server_that_is_cancelled_aborts_its_requests() -> None:
+    frontend = scripted_frontend("hello world")
+    frontend.engine.stall_after = 1
+    client = Client(ENDLESS | {"stream": True})
+    app = create_app(ServerState(frontend))
+    serving = asyncio.create_task(app(client.scope, client.receive, client.send))
+    await client.got_body.wait()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    assert len(frontend.engine.aborted) == 1
+    assert frontend.num_in_flight == 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from jaxserve.bench.figures import Figures, LoadFigures, Machine
 from jaxserve.bench.http import Timing, stream_completion
 from jaxserve.bench.server_process import HOST, ServerProcess
-from jaxserve.checkpoint.locate import open_checkpoint
+from jaxserve.checkpoint.locate import open_tokenizer
 from jaxserve.config import ModelConfig
 from jaxserve.errors import JaxserveError
 
@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def measure(args: argparse.Namespace) -> Figures:
     """Starts the server, sends requests, and returns what came of it."""
-    vocab_size = open_checkpoint(args.model).config["vocab_size"]
+    vocab_size = open_tokenizer(args.model).vocab_size
     numbers = random.Random(args.seed)
 
     def body(output_len: int = args.output_len) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from types import TracebackType
 
 import psutil
 
+import jaxserve
 from jaxserve.bench.http import get_status
 from jaxserve.errors import JaxserveError
 
@@ -47,12 +49,15 @@ class ServerProcess:
         self.port = _free_port()
         self.began_s = time.monotonic()
         self._log = log
+        # The server beside this package, whatever the current directory has to offer.
+        search_path = [str(Path(jaxserve.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         with log.open("wb") as out:
-            self._process = psutil.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "server", *flags, "--port", str(self.port)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search_path))},
             )
 
     def __enter__(self) -> ServerProcess:
@@ -67,7 +72,7 @@ class ServerProcess:
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
-        except psutil.TimeoutExpired:
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
@@ -83,21 +88,22 @@ class ServerProcess:
 
     def peak_memory(self) -> ProcessMemory:
         """Of the front, and of all engines together."""
-        return ProcessMemory(
-            _peak_bytes(self._process.pid), sum(_peak_bytes(p.pid) for p in self._engines())
-        )
+        front, *engines = map(_peak_bytes, self._processes())
+        return ProcessMemory(front, sum(engines))
 
     def cpu_seconds(self) -> float:
         """Processor time that all processes have used so far."""
-        times = [process.cpu_times() for process in [self._process, *self._engines()]]
+        times = [process.cpu_times() for process in self._processes()]
         return sum(t.user + t.system for t in times)
 
-    def _engines(self) -> list[psutil.Process]:
-        return self._process.children(recursive=True)
+    def _processes(self) -> list[psutil.Process]:
+        """The front and its engines."""
+        front = psutil.Process(self._process.pid)
+        return [front, *front.children(recursive=True)]
 
 
-def _peak_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+def _peak_bytes(process: psutil.Process) -> int:
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -33,7 +33,7 @@ class InvalidRequestError(JaxserveError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and answer together are longer than the context."""
+    """A prompt, or prompt and answer together, are longer than the context."""
 
 
 class UnknownModelError(JaxserveError):
@@ -42,10 +42,6 @@ class UnknownModelError(JaxserveError):
 
 class RequestFailedError(JaxserveError):
     """The engine could not go on with a request that it had accepted."""
-
-
-class ContextLengthError(InvalidRequestError):
-    """A prompt, or prompt and answer together, are longer than the context."""
 
 
 class EngineDeadError(JaxserveError):

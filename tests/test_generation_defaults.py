@@ -11,8 +11,10 @@ def test_values_that_are_set_become_defaults() -> None:
     defaults = GenerationDefaults.from_checkpoint(generation | {"max_new_tokens": 7}, {})
     assert defaults.sampling == {"temperature": 0.2, "top_p": 0.9}
     assert defaults.max_tokens == 7
-    assert "temperature=0.2" in defaults.describe()
-    assert "max_tokens=7" in defaults.describe()
+    values, source = defaults.describe()
+    assert values == "temperature 0.2, top_p 0.9, max_tokens 7"
+    assert "generation_config.json" in source
+    assert GenerationDefaults().describe()[0] == "temperature 1, top_p 1"
 
 
 def test_end_tokens_do_not_depend_on_the_sampling_defaults() -> None:

@@ -145,10 +145,9 @@ class Tokenizer:
         # Unlike `encode`, this one releases the GIL and does not compute offsets.
         try:
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        except UnicodeEncodeError as error:
+        except TypeError as error:
             raise InvalidRequestError(
-                f"text is not valid Unicode: lone surrogate at character {error.start}",
-                param="prompt",
+                "the text is not valid Unicode: it has lone surrogates", param="prompt"
             ) from error
         return [*self._prefix, *encoding.ids] if add_special_tokens else encoding.ids
 

@@ -103,23 +103,28 @@ class Frontend:
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[int]:
-        """The token ids of a text; long ones are encoded in a thread.
+        """`encode_batch` for one text."""
+        (ids,) = await self.encode_batch([text], add_special_tokens=add_special_tokens, param=param)
+        return ids
+
+    async def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[list[int]]:
+        """The token ids of texts. Long work is done in a thread.
 
         Raises:
-          ContextLengthError: the text is longer than any text that fits the context.
+          ContextLengthError: a text is longer than any text that fits the context.
         """
-        if len(text) <= INLINE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        at_least = -(-len(text) // self._longest_token)
-        if at_least > self.max_model_len:
-            raise ContextLengthError(
-                f"the maximum context length is {self.max_model_len} tokens, but the prompt has "
-                f"{len(text)} characters, which are at least {at_least} tokens",
-                param=param,
-            )
-        return await asyncio.to_thread(
-            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
-        )
+
+        def encode_all() -> list[list[int]]:
+            for text in texts:
+                self._check_chars(text, param)
+            return [
+                self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts
+            ]
+
+        is_short = sum(map(len, texts)) <= INLINE_CHARS
+        return encode_all() if is_short else await asyncio.to_thread(encode_all)
 
     def generate(
         self, prompt_ids: list[int], params: SamplingParams, *, request_id: str = ""
@@ -248,6 +253,18 @@ class Frontend:
             max_tokens=max_tokens,
             stop_token_ids=stop_ids,
         )
+
+    def _check_chars(self, text: str, param: str) -> None:
+        """Refuses a text that is too long in any case, which spares encoding it."""
+        if len(text) <= self.max_model_len:
+            return
+        at_least = -(-len(text) // self._longest_token)
+        if at_least > self.max_model_len:
+            raise ContextLengthError(
+                f"the maximum context length is {self.max_model_len} tokens, but the prompt has "
+                f"{len(text)} characters, which are at least {at_least} tokens",
+                param=param,
+            )
 
     @functools.cached_property
     def _longest_token(self) -> int:

@@ -38,6 +38,7 @@ class Console:
         self._last_word_s = clock()
         self._started_s = clock()
         self._phase_since_s = clock()
+        self._heard_s = clock()
         self._current: Progress | None = None
         self._has_bar = False
 
@@ -56,6 +57,7 @@ class Console:
         is_new = self._current is None or (self._current.engine, self._current.phase) != name
         if is_new:
             self._phase_since_s = self._clock()
+        self._heard_s = self._clock()
         self.phase = event.phase
         self._current = event
         if event.seconds is not None:
@@ -118,7 +120,7 @@ class Console:
     def _where(self) -> str:
         elapsed = self._clock() - self._phase_since_s
         if self._current is None:
-            return f"{self.phase}: waiting for {self._clock() - self._last_word_s:.0f} s"
+            return f"waiting for {self._clock() - self._heard_s:.0f} s, after: {self.phase}"
         event = self._current
         left = ""
         if 0 < event.done < event.total and elapsed > 1:

@@ -35,12 +35,7 @@ async def prepare(frontend: Frontend, request: CompletionRequest, *, request_id:
         raise InvalidRequestError("echo with logprobs is not supported yet", param="echo")
     given = completion_prompts(request.prompt)
     adds_special = request.add_special_tokens is not False
-    prompts = [
-        await frontend.encode(prompt, add_special_tokens=adds_special)
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in given
-    ]
+    prompts = await _encode(frontend, given, add_special_tokens=adds_special)
     deltas = frontend.generate_batch(
         prompts,
         params,
@@ -57,6 +52,16 @@ async def prepare(frontend: Frontend, request: CompletionRequest, *, request_id:
         has_logprobs=params.logprobs is not None,
         echo=tuple(_echo(frontend, prompt) for prompt in given) if request.echo else (),
     )
+
+
+async def _encode(
+    frontend: Frontend, prompts: list[Prompt], *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of prompts that are all texts or all ids already."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts:
+        return await frontend.encode_batch(texts, add_special_tokens=add_special_tokens)
+    return [prompt for prompt in prompts if not isinstance(prompt, str)]
 
 
 def _echo(frontend: Frontend, prompt: Prompt) -> str:

@@ -2,8 +2,9 @@
 
 import asyncio
 
+import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.errors import InvalidRequestError
@@ -14,7 +15,7 @@ from jaxserve.sampling_params import check_ids
 from server.body import read_json
 
 
-async def tokenize(request: Request) -> JSONResponse:
+async def tokenize(request: Request) -> Response:
     """The token ids of a text or of a chat."""
     frontend: Frontend = request.app.state.server.serving()
     body = await read_json(request, TokenizeRequest)
@@ -26,28 +27,29 @@ async def tokenize(request: Request) -> JSONResponse:
     else:
         text, adds_special = await render_prompt(frontend, body), bool(body.add_special_tokens)
     tokenizer = frontend.tokenizer
-    ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=adds_special)
-    return JSONResponse(
-        {
-            "count": len(ids),
-            "max_model_len": frontend.max_model_len,
-            "tokens": ids,
-            "token_strs": [tokenizer.token_text(i) for i in ids]
-            if body.return_token_strs
-            else None,
-        }
-    )
+
+    def work() -> bytes:
+        ids = tokenizer.encode(text, add_special_tokens=adds_special)
+        reply = {"count": len(ids), "max_model_len": frontend.max_model_len, "tokens": ids}
+        with_texts = bool(body.return_token_strs)
+        reply["token_strs"] = [tokenizer.token_text(i) for i in ids] if with_texts else None
+        return msgspec.json.encode(reply)
+
+    return Response(await asyncio.to_thread(work), media_type="application/json")
 
 
-async def detokenize(request: Request) -> JSONResponse:
+async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     frontend: Frontend = request.app.state.server.serving()
     body = await read_json(request, DetokenizeRequest)
     frontend.check_model(body.model)
     check_ids(body.tokens, frontend.tokenizer.vocab_size, param="tokens")
-    return JSONResponse(
-        {"prompt": frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)}
-    )
+
+    def work() -> bytes:
+        text = frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return msgspec.json.encode({"prompt": text})
+
+    return Response(await asyncio.to_thread(work), media_type="application/json")
 
 
 routes = [

@@ -1,0 +1,104 @@
+"""What is printed while the server starts."""
+
+import asyncio
+import io
+import itertools
+
+from jaxserve.messages import Progress
+from server.console import Console
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(out: io.StringIO) -> tuple[Console, Clock]:
+    clock = Clock()
+    return Console(out, clock=clock), clock
+
+
+def test_a_phase_is_a_line_at_its_begin_and_end() -> None:
+    out = io.StringIO()
+    console, _ = make(out)
+    for done in (0, 1e9, 2e9):
+        console.progress(Progress(0, "load weights", done, 3e9, "bytes"))
+    console.progress(Progress(0, "load weights", 3e9, 3e9, "bytes", seconds=2.5))
+    console.progress(Progress(1, "compile", 1, 8, "programs", "decode"))
+    assert out.getvalue().splitlines() == [
+        "  load weights...",
+        "  load weights: 2.8 of 2.8 GiB, done in 2.5 s",
+        "  engine 1: compile...",
+    ]
+    assert console.phase == "compile"
+
+
+def test_there_is_a_line_every_few_seconds_whatever_happens() -> None:
+    out = io.StringIO()
+    console, clock = make(out)
+    console.say("begin")
+    spoke_at, length = [clock.now], len(out.getvalue())
+    for second in range(60):
+        clock.now += 1
+        if second in (10, 20, 25):
+            console.progress(Progress(0, "compile", second, 30, "programs", "decode"))
+        if second == 40:
+            console.progress(Progress(0, "compile", 30, 30, "programs", seconds=30.0))
+        console.tick()
+        if len(out.getvalue()) > length:
+            spoke_at.append(clock.now)
+            length = len(out.getvalue())
+    assert max(b - a for a, b in itertools.pairwise(spoke_at)) <= 5
+    assert "  waiting for 8 s, after: starting\n" in out.getvalue()
+    assert "  compile: 20 of 30 programs, 12 s, about 6 s left (decode)\n" in out.getvalue()
+    assert "  waiting for 16 s, after: compile\n" in out.getvalue()
+
+
+async def test_silence_is_broken_in_the_background() -> None:
+    out = io.StringIO()
+    console, clock = make(out)
+    with console.talking():
+        clock.now += 10
+        async with asyncio.timeout(30):
+            while not out.getvalue():
+                await asyncio.sleep(0.05)
+
+
+def test_on_a_terminal_a_bar_is_drawn_over_and_then_replaced() -> None:
+    out = Terminal()
+    console, clock = make(out)
+    console.progress(Progress(0, "compile", 2, 8, "programs"))
+    clock.now += 3
+    console.tick()
+    console.progress(Progress(0, "compile", 8, 8, "programs", seconds=9.0))
+    text = out.getvalue()
+    assert "\r\x1b[K  [######..................] compile: 2 of 8 programs, 0 s" in text
+    assert "3 s, about 9 s left" in text
+    assert text.endswith("\r\x1b[K  compile: 8 of 8 programs, done in 9.0 s\n")
+    assert text.count("\n") == 1
+
+
+def test_decisions_are_a_table_with_reasons() -> None:
+    out = io.StringIO()
+    make(out)[0].decisions([("dtype", "float32", "no bf16"), ("context", "8192", "as asked")])
+    assert out.getvalue() == "  dtype    float32  (no bf16)\n  context  8192  (as asked)\n"
+
+
+def test_the_last_words_are_a_command_to_paste() -> None:
+    for is_chat, needs_key in itertools.product((False, True), repeat=2):
+        out = io.StringIO()
+        make(out)[0].ready(
+            url="http://h:1/v1", model="it's", context=64, is_chat=is_chat, needs_key=needs_key
+        )
+        text = out.getvalue()
+        assert "http://h:1/v1/chat/completions" in text if is_chat else "/v1/completions" in text
+        assert ("Authorization" in text) == needs_key
+        assert "64 tokens" in text
+        assert "'\"'\"'" in text

@@ -1,0 +1,57 @@
+"""The line on the speed of the engines."""
+
+import asyncio
+import logging
+
+import pytest
+
+from jaxserve.messages import StepStats
+from server.throughput import describe, log_throughput
+
+
+def test_the_line_is_about_what_has_been_done_since_the_last() -> None:
+    before = StepStats(total_prompt_tokens=100, total_generation_tokens=50, prefix_queries=10)
+    now = StepStats(
+        num_running=3,
+        num_waiting=1,
+        kv_usage=0.125,
+        total_prompt_tokens=600,
+        total_generation_tokens=75,
+        total_preemptions=2,
+        prefix_queries=110,
+        prefix_hits=25,
+    )
+    assert describe(2, before, now, 10.0) == (
+        "Engine 002: Avg prompt throughput: 50.0 tokens/s, "
+        "Avg generation throughput: 2.5 tokens/s, "
+        "Running: 3 reqs, Waiting: 1 reqs, Preemptions: 2, "
+        "KV cache usage: 12.5%, Prefix cache hit rate: 25.0%"
+    )
+
+
+def test_an_idle_engine_is_not_worth_a_line() -> None:
+    stats = StepStats(total_prompt_tokens=100, total_generation_tokens=50)
+    assert describe(0, stats, stats, 10.0) is None
+    waiting = StepStats(total_prompt_tokens=100, total_generation_tokens=50, num_waiting=1)
+    assert "Waiting: 1" in (describe(0, stats, waiting, 10.0) or "")
+
+
+class Busy:
+    """An engine that has done more each time it is asked."""
+
+    total = 0
+
+    @property
+    def stats(self) -> dict[int, StepStats]:
+        self.total += 100
+        return {0: StepStats(total_generation_tokens=self.total)}
+
+
+async def test_lines_are_logged_for_as_long_as_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    task = asyncio.create_task(log_throughput(Busy(), interval_s=0.001))
+    async with asyncio.timeout(30):
+        while len(caplog.records) < 2:
+            await asyncio.sleep(0.001)
+    task.cancel()
+    assert all("Avg generation throughput" in record.message for record in caplog.records)

@@ -102,16 +102,15 @@ class CatchUnexpected:
 
 
 def _no_such_path(request: Request) -> str:
+    """Most wrong paths are right ones under a wrong base URL."""
     path = _path(request)
-    paths = [getattr(route, "path", "") for route in request.app.routes]
-    if any(path.endswith(known) and path != known for known in paths if known.count("/") > 1):
-        right = next(k for k in paths if path.endswith(k) and k.count("/") > 1)
-        return f"there is nothing at {path}; did you mean {right}?"
-    if API_PREFIX + path in paths:
-        return (
-            f"there is nothing at {path}; did you mean {API_PREFIX}{path}? "
-            f"The base URL of the API ends in {API_PREFIX}"
-        )
+    known = [route.path for route in request.app.routes]
+    for right in known:
+        if right == API_PREFIX + path or (path.endswith(right) and right.startswith(API_PREFIX)):
+            return (
+                f"there is nothing at {path}; did you mean {right}? "
+                f"The base URL of the API is that of the server and {API_PREFIX}"
+            )
     return f"there is nothing at {path}; the API is under {API_PREFIX}"
 
 

@@ -327,12 +327,3 @@ def test_while_it_starts_it_says_so_and_can_be_stopped(folder: Path, tmp_path: P
         assert "Traceback" not in server.output
         psutil.wait_procs(children, timeout=TIMEOUT_S)
         assert not any(child.is_running() for child in children)
-
-
-def test_nothing_heavy_is_imported_to_start() -> None:
-    code = "import sys, server.__main__; print(*sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    heavy = {"jax", "jaxlib", "flax", "torch", "transformers", "orbax"}
-    assert not heavy & set(result.stdout.split())

@@ -99,10 +99,10 @@ def _open_indexed(folder: Path) -> list[tuple[SafetensorsFile, list[str]]]:
         raise CheckpointError(f"{index} names no tensors: expected a weight_map of tensor to file")
     wanted: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not file or Path(file).name != file:
             raise CheckpointError(f"{index}: tensor {tensor} is in {file!r}, not a plain file name")
         wanted.setdefault(file, set()).add(tensor)
-    missing = [file for file in sorted(wanted) if not (folder / file).exists()]
+    missing = [file for file in sorted(wanted) if not (folder / file).is_file()]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of the {len(wanted)} weight files that {INDEX} names: "

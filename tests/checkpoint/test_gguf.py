@@ -1,0 +1,355 @@
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
+
+from jaxserve.checkpoint.gguf import GGUFCheckpoint, served_name
+from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.testing.tiny import random_tensors, tiny_config
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
+        return f"blk.{match[1]}.{NAMES[match[2]]}.{kind}"
+    return f"{NAMES[stem]}.{kind}"
+
+
+def permuted(weights: np.ndarray, num_heads: int) -> np.ndarray:
+    """What the GGUF converter does to q and k projections of the Llama family."""
+    shape = weights.shape
+    heads = weights.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:])
+    return heads.swapaxes(1, 2).reshape(shape)
+
+
+def metadata(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    prefix = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    fields = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": config["rope_parameters"]["rope_theta"],
+    }
+    fields = {f"{prefix}.{key}": value for key, value in fields.items()}
+    fields = {"general.architecture": prefix, **fields, **changes}
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def write(
+    path: Path,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    kinds: Mapping[str, Kind] | None = None,
+) -> Path:
+    """A GGUF file of fields and tensors, which are stored as they are unless a kind is given."""
+    writer = gguf.GGUFWriter(path, fields["general.architecture"])
+    for key, value in fields.items():
+        if key == "general.architecture":
+            continue
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_float32(key, value)
+    for name, array in tensors.items():
+        kind = (kinds or {}).get(name)
+        data = array if kind is None else quants.quantize(array, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict:
+    """Tensors under their GGUF names, q and k permuted where the converter does so."""
+    result = {}
+    for name, array in tensors.items():
+        if config["model_type"] in ("llama", "mistral"):
+            if ".q_proj." in name:
+                array = permuted(array, config["num_attention_heads"])
+            elif ".k_proj." in name:
+                array = permuted(array, config["num_key_value_heads"])
+        result[gguf_name(name)] = np.ascontiguousarray(array)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
+        ("LlamaForCausalLM", {"mlp_bias": True}),
+        ("Qwen2ForCausalLM", {}),
+        ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    ],
+)
+def test_same_model_as_in_safetensors(tmp_path: Path, architecture: str, options: dict) -> None:
+    config = tiny_config(architecture, **options)
+    tensors = random_tensors(config, seed=1)
+    path = write(tmp_path / "Tiny.F32.gguf", metadata(config), converted(config, tensors))
+    checkpoint = GGUFCheckpoint(path)
+    assert checkpoint.name == "tiny"
+    read = dict(checkpoint.tensors())
+    assert list(read) == checkpoint.tensor_names
+    assert read.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(read[name], array, err_msg=name)
+    assert checkpoint.num_bytes == sum(array.nbytes for array in read.values())
+    has_bias = options.get("attention_bias", False)
+    expected = {
+        **{key: value for key, value in config.items() if key not in ("dtype", "attention_bias")},
+        "rms_norm_eps": pytest.approx(config["rms_norm_eps"]),
+        "attention_bias": has_bias or architecture == "Qwen2ForCausalLM",
+        "attention_output_bias": has_bias,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    assert checkpoint.config == expected
+
+
+def test_quantised_projections_are_permuted_in_whole_rows(tmp_path: Path) -> None:
+    config = tiny_config(num_hidden_layers=1, hidden_size=256)
+    tensors = random_tensors(config)
+    stored = converted(config, tensors)
+    kinds = {
+        "blk.0.attn_q.weight": Kind.Q4_1,
+        "blk.0.attn_k.weight": Kind.Q8_0,
+        "blk.0.attn_v.weight": Kind.F16,
+        "blk.0.attn_output.weight": Kind.BF16,
+        "token_embd.weight": Kind.Q5_1,
+    }
+    checkpoint = GGUFCheckpoint(write(tmp_path / "x.gguf", metadata(config), stored, kinds))
+    read = dict(checkpoint.tensors())
+    assert checkpoint.num_bytes == sum(array.nbytes for array in read.values())
+    for gguf_key, kind in kinds.items():
+        name = next(name for name in tensors if gguf_name(name) == gguf_key)
+        values = quants.dequantize(quants.quantize(stored[gguf_key], kind), kind)
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        for part, num_heads in heads.items():
+            if part + "." in gguf_key:  # undo, independently: the value at row r went to row r'
+                order = permuted(np.arange(len(values))[:, None], num_heads)[:, 0]
+                values = values[np.argsort(order)]
+        np.testing.assert_array_equal(read[name].astype(np.float32), values)
+    dtypes = {read[f"model.layers.0.self_attn.{x}_proj.weight"].dtype.name for x in "vo"}
+    assert dtypes == {"float16", "bfloat16"}
+
+
+def small(tmp_path: Path, changes: dict[str, Any], extra: dict | None = None) -> GGUFCheckpoint:
+    config = tiny_config(num_hidden_layers=1)
+    tensors = converted(config, random_tensors(config)) | (extra or {})
+    return GGUFCheckpoint(write(tmp_path / "x.gguf", metadata(config, **changes), tensors))
+
+
+def test_configuration_that_differs_from_the_usual(tmp_path: Path) -> None:
+    changes = {
+        "llama.attention.key_length": 32,
+        "llama.attention.head_count_kv": None,
+        "llama.rope.freq_base": None,
+        "llama.rope.dimension_count": 8,
+        "llama.attention.sliding_window": 100,
+        "llama.vocab_size": 77,  # the rows of the embedding count, not this
+    }
+    config = small(tmp_path, changes).config
+    assert config["head_dim"] == 32
+    assert config["num_key_value_heads"] == config["num_attention_heads"] == 4
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert config["partial_rotary_factor"] == 0.25
+    assert config["sliding_window"] == 100
+    assert (config["architectures"], config["model_type"]) == (["MistralForCausalLM"], "mistral")
+    assert config["vocab_size"] == 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"type": "none"}, {"rope_type": "default"}),
+        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 16.0},
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 16.0,
+            },
+        ),
+        (
+            {"type": "yarn", "factor": 8.0, "attn_factor": 0.5},
+            {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "attention_factor": pytest.approx(0.5 * (1 + 0.1 * np.log(8))),
+            },
+        ),
+    ],
+)
+def test_rope_scaling(tmp_path: Path, changes: dict, expected: dict) -> None:
+    fields = {f"llama.rope.scaling.{key}": value for key, value in changes.items()}
+    rope = small(tmp_path, fields).config["rope_parameters"]
+    assert rope == {"rope_theta": 10000.0, **expected}
+
+
+def test_rope_factors_of_llama3(tmp_path: Path) -> None:
+    # As the converter computes them for Llama 3.1, for heads of 16 and a base of 10000.
+    factors = []
+    for i in range(8):
+        wavelength = 2 * np.pi * 10000.0 ** (2 * i / 16)
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192:
+            factors.append(8.0)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            factors.append(1 / ((1 - smooth) / 8 + smooth))
+    assert len(set(factors)) > 2
+    checkpoint = small(tmp_path, {}, {"rope_freqs.weight": np.array(factors, np.float32)})
+    assert checkpoint.config["rope_parameters"] == {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert not any("rope" in name for name in checkpoint.tensor_names)
+
+
+def test_other_rope_factors_are_given_as_they_are(tmp_path: Path) -> None:
+    factors = np.linspace(1, 3, 8, dtype=np.float32)
+    rope = small(tmp_path, {}, {"rope_freqs.weight": factors}).config["rope_parameters"]
+    assert rope == {"rope_type": "factors", "rope_theta": 10000.0, "factors": factors.tolist()}
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    changes = {
+        "tokenizer.ggml.tokens": ["a", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "</s>"],
+        "tokenizer.ggml.token_type": [1, 3, 3, 1, 3],  # a text that looks like an end is none
+        "tokenizer.ggml.eos_token_id": 4,
+        "tokenizer.ggml.eot_token_id": 2,
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 20,
+    }
+    checkpoint = small(tmp_path, changes)
+    assert checkpoint.generation_config == {
+        "eos_token_id": [4, 2, 1],
+        "temperature": 0.5,
+        "top_k": 20,
+    }
+    assert checkpoint.config["eos_token_id"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "complaint"),
+    [
+        ({"general.architecture": "gpt2"}, {}, "'gpt2' is not supported; expected one of llama"),
+        ({"llama.expert_count": 8}, {}, "with experts"),
+        ({"llama.rope.scaling.type": "longrope"}, {}, "rope scaling 'longrope'"),
+    ],
+)
+def test_models_that_are_not_supported(
+    tmp_path: Path, changes: dict, extra: dict, complaint: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=complaint):
+        small(tmp_path, changes, extra)
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "complaint"),
+    [
+        ({"llama.block_count": None}, {}, "lacks llama.block_count"),
+        ({"split.count": 3}, {}, "one of 3 parts.*llama-gguf-split --merge"),
+        ({}, {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}, "tensor blk.0.attn_sinks.weight"),
+        ({}, {"something": np.ones(4, np.float32)}, "tensor something"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    tmp_path: Path, changes: dict, extra: dict, complaint: str
+) -> None:
+    with pytest.raises(CheckpointError, match=complaint):
+        small(tmp_path, changes, extra)
+
+
+def test_no_embedding(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gguf", metadata(tiny_config()), {"output.weight": np.ones((2, 2))})
+    with pytest.raises(CheckpointError, match="no tensor token_embd.weight"):
+        GGUFCheckpoint(path)
+
+
+def test_type_that_cannot_be_dequantised_is_named(tmp_path: Path) -> None:
+    config = tiny_config(num_hidden_layers=1)
+    tensors = converted(config, random_tensors(config))
+    tensors["output_norm.weight"] = np.ones(64, np.int32)
+    path = write(tmp_path / "x.gguf", metadata(config), tensors)
+    with pytest.raises(CheckpointError, match="output_norm.weight is of type I32"):
+        list(GGUFCheckpoint(path).tensors())
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-instruct"),
+        ("Llama-3.2-1B-Instruct-Q4_K_M.gguf", "llama-3.2-1b-instruct"),
+        ("qwen2.5-0.5b-instruct-fp16.gguf", "qwen2.5-0.5b-instruct"),
+        ("Model-BF16.gguf", "model"),
+        ("model.IQ3_XXS.gguf", "model"),
+        ("Model-7B.gguf", "model-7b"),
+        ("Q4_0.gguf", "q4_0"),
+    ],
+)
+def test_served_name(file: str, name: str) -> None:
+    assert served_name(Path("/some/where") / file) == name
+
+
+def test_default_model(smollm2: Path) -> None:
+    checkpoint = GGUFCheckpoint(smollm2)
+    assert checkpoint.name == "smollm2-135m-instruct"
+    config = checkpoint.config
+    shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    assert [config[key] for key in shape] == [30, 576, 9, 3]
+    assert (config["vocab_size"], config["max_position_embeddings"]) == (49152, 8192)
+    assert config["tie_word_embeddings"]
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 100000.0}
+    assert checkpoint.generation_config["eos_token_id"] == [2, 0]
+    assert len(checkpoint.tensor_names) == 2 + 30 * 9
+    read = dict(zip(range(12), checkpoint.tensors(), strict=False)).values()
+    by_name = dict(read)
+    assert by_name["model.embed_tokens.weight"].shape == (49152, 576)
+    assert by_name["model.layers.0.mlp.down_proj.weight"].shape == (576, 1536)
+    q = by_name["model.layers.0.self_attn.q_proj.weight"]
+    assert q.shape == (576, 576)
+    assert np.isfinite(q).all()
+    assert 0.01 < q.std() < 1

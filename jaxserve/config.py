@@ -107,12 +107,18 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What an engine runs on. ``free_bytes`` is what is left for weights and cache, now."""
+    """What an engine runs on.
+
+    ``free_bytes`` is what is left for weights and cache, now. ``compute_capability`` is that of an
+    NVIDIA GPU, ``num_cores`` its number of multiprocessors; None for what is no such GPU.
+    """
 
     platform: Literal["cpu", "gpu"]
     kind: str
     free_bytes: int
     has_native_bf16: bool
+    compute_capability: tuple[int, int] | None = None
+    num_cores: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

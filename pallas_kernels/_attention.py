@@ -133,16 +133,12 @@ def dims(attention: Attention) -> jax.Array:
     return jnp.arange(attention.padded_head_dim, dtype=jnp.int32)[None, :]
 
 
-def rows_mask(live: jax.Array | None, attention: Attention, num_rows: int) -> jax.Array | None:
-    """bool[num_rows, padded head_dim], or None if everything is live.
-
-    ``live`` is bool[num_rows], or None if all rows are.
-    """
-    real = dims(attention) < attention.head_dim
-    shape = (num_rows, attention.padded_head_dim)
-    if attention.padded_head_dim == attention.head_dim:
-        return None if live is None else jnp.broadcast_to(live[:, None], shape)
-    return jnp.broadcast_to(real if live is None else live[:, None] & real, shape)
+def rows_mask(live: jax.Array, attention: Attention) -> jax.Array:
+    """bool[M, padded head_dim]: the rows where ``live`` bool[M], less the padding of the heads."""
+    mask = live[:, None]
+    if attention.padded_head_dim != attention.head_dim:
+        mask = mask & (dims(attention) < attention.head_dim)
+    return jnp.broadcast_to(mask, (live.shape[0], attention.padded_head_dim))
 
 
 def load_tile(
@@ -160,7 +156,11 @@ def load_tile(
     index = (source.row, lax.div(positions, block_size))
     block = _triton.load(source.table_ref.at[index], live)
     offset = lax.rem(positions, block_size)
-    mask = rows_mask(live, attention, positions.shape[0])
+    mask = None
+    if live is not None:
+        mask = rows_mask(live, attention)
+    elif attention.padded_head_dim != attention.head_dim:
+        mask = rows_mask(jnp.ones(positions.shape, jnp.bool_), attention)
     where = (source.layer, block[:, None], offset[:, None], source.head, dims(attention))
     k = _triton.load(source.k_ref.at[where], mask)
     v = _triton.load(source.v_ref.at[where], mask)

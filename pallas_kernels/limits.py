@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
-BLOCK_SIZES = (16, 32, 64)
+BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 MAX_GROUP = 128
 DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZED_DTYPES = ("float8_e4m3fn", "int8")

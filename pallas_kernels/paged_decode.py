@@ -162,7 +162,7 @@ def _decode_kernel(
     queries = jnp.arange(num_queries, dtype=jnp.int32)
     heads = kv_head * attention.group + queries
     is_query = queries < attention.group
-    mask = _attention.rows_mask(is_query, attention, num_queries)
+    mask = _attention.rows_mask(is_query, attention)
     dims = _attention.dims(attention)
     q = _triton.load(q_ref.at[row, heads[:, None], dims], mask).astype(attention.dot_dtype)
     k_scale = _attention.load_scale(k_scale_ref, layer, kv_head)

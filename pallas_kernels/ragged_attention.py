@@ -169,7 +169,7 @@ def _ragged_kernel(
     is_query = step < count
     tokens = jnp.where(is_query, token + step, q_ref.shape[0])
     heads = kv_head * attention.group + lax.rem(index, jnp.int32(attention.group))
-    mask = _attention.rows_mask(is_query, attention, block_m)
+    mask = _attention.rows_mask(is_query, attention)
     where = (tokens[:, None], heads[:, None], _attention.dims(attention))
     q = _triton.load(q_ref.at[where], mask).astype(attention.dot_dtype)
     k_scale = _attention.load_scale(k_scale_ref, layer, kv_head)

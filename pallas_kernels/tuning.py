@@ -15,6 +15,8 @@ RAGGED = "ragged"
 
 # Programs that keep a streaming multiprocessor busy while others of them wait for memory.
 _PROGRAMS_PER_SM = 2
+# Of an H200, for calls that do not say.
+NUM_SMS = 132
 # Each split costs the merge pass one more row of partial results to read.
 _MAX_SPLITS = 64
 
@@ -89,7 +91,7 @@ def kernel_config(
 
 
 def decode_splits(
-    *, num_rows: int, num_kv_heads: int, max_context: int, block_n: int, num_sms: int = 132
+    *, num_rows: int, num_kv_heads: int, max_context: int, block_n: int, num_sms: int = NUM_SMS
 ) -> int:
     """Into how many parts to cut each context, so that a decode step fills the device about twice.
 

@@ -56,13 +56,25 @@ def build(
     spec = ModelSpec.from_hf(checkpoint.config)
     device = current_device()
     dtype, dtype_decision = resolve_dtype(config.model, device)
-    backend, why_backend = attention.select(config.compile.attention_backend, device)
+    cache_dtype = kv_cache.cache_dtype(dtype, device)
+    backend, why_backend = attention.select(
+        config.compile.attention_backend,
+        device,
+        attention.AttentionShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=config.cache.block_size,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+        ),
+    )
     loop, why_loop = _layer_loop(config.compile.layer_loop, spec, device)
 
     with phase("load weights", "bytes") as loading:
         graphdef, params = _load(checkpoint, spec, dtype=dtype, loop=loop, phase=loading)
     with phase("allocate KV cache", "bytes") as allocating:
-        sizes, kv = _allocate(config, spec, kv_cache.cache_dtype(dtype, device), allocating)
+        sizes, kv = _allocate(config, spec, cache_dtype, allocating)
     runner = ModelRunner(
         functools.partial(nnx.merge, graphdef),
         params,

@@ -98,39 +98,84 @@ class AttendFn(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a backend is asked to serve; dtypes as numpy names them."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    cache_dtype: str
+
+
+class CheckFn(Protocol):
+    """Says no before anything is loaded."""
+
+    def __call__(self, shape: AttentionShape) -> None:
+        """Raises ConfigError, saying why, for what the backend cannot serve on its device."""
+        ...
+
+
+def serves_everything(shape: AttentionShape) -> None:
+    """The `CheckFn` of a backend without limits."""
+    del shape
+
+
 class AttentionBackend(NamedTuple):
-    """How one kind of device reads and writes the cache."""
+    """How one kind of device reads and writes the cache.
+
+    ``remark`` is what a user should know about how it runs on this device, or empty.
+    """
 
     name: str
     write: WriteFn
     attend: AttendFn
+    check: CheckFn = serves_everything
+    remark: str = ""
 
 
-# Name -> module with the functions `write` and `attend`, imported when it is chosen.
+# Name -> module with a function `backend(device) -> AttentionBackend`, imported when it is chosen.
 BACKENDS: dict[str, str] = {
     "xla": "jaxserve.ops.xla_attention",
+    "pallas_triton": "jaxserve.ops.pallas_attention",
 }
 
 
-def load(name: str) -> AttentionBackend:
-    """The backend of that name, a key of `BACKENDS`."""
-    module = importlib.import_module(BACKENDS[name])
-    return AttentionBackend(name, write=module.write, attend=module.attend)
+def load(name: str, device: Device) -> AttentionBackend:
+    """The backend of that name, a key of `BACKENDS`, for a device."""
+    return importlib.import_module(BACKENDS[name]).backend(device)
 
 
-def select(name: str, device: Device) -> tuple[AttentionBackend, str]:
+def select(name: str, device: Device, shape: AttentionShape) -> tuple[AttentionBackend, str]:
     """The backend to use on a device, and why.
 
     Args:
-      name: a key of `BACKENDS`, or auto.
+      name: a key of `BACKENDS`, or auto: the kernels on a GPU that they can serve, else xla.
+      device: what the step runs on.
+      shape: what the backend has to serve.
 
     Raises:
-      ConfigError: there is no backend of that name.
+      ConfigError: there is no backend of that name, or it cannot serve the shape on the device.
     """
     if name == "auto":
-        return load("xla"), f"runs on any device, {device.kind} too"
+        return _select_auto(device, shape)
     if name not in BACKENDS:
         raise ConfigError(
             f"there is no attention backend {name!r}; choose auto or one of {', '.join(BACKENDS)}"
         )
-    return load(name), "as asked"
+    backend = load(name, device)
+    backend.check(shape)
+    return backend, ", ".join(filter(None, ("as asked", backend.remark)))
+
+
+def _select_auto(device: Device, shape: AttentionShape) -> tuple[AttentionBackend, str]:
+    if device.platform == "cpu":
+        return load("xla", device), f"runs on any device, {device.kind} too"
+    kernels = load("pallas_triton", device)
+    try:
+        kernels.check(shape)
+    except ConfigError as error:
+        return load("xla", device), str(error)
+    return kernels, f"kernels for {device.kind}"

@@ -13,10 +13,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.ops.attention import AttentionMeta, KVCache
+from jaxserve.config import Device
+from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 
 _TILE = 16
 _CHUNK_TOKENS = 128
+
+
+def backend(device: Device) -> AttentionBackend:
+    """The same on every device."""
+    del device
+    return AttentionBackend("xla", write=write, attend=attend)
 
 
 def write(

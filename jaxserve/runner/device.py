@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax
@@ -24,7 +25,20 @@ def current_device(*, memory_fraction: float = 1.0) -> Device:
         return Device("cpu", name, psutil.virtual_memory().available, has_native_bf16)
     stats = device.memory_stats()
     free = int(stats["bytes_limit"] * memory_fraction) - stats["bytes_in_use"]
-    return Device("gpu", device.device_kind, max(free, 0), has_native_bf16=True)
+    return Device(
+        "gpu",
+        device.device_kind,
+        max(free, 0),
+        has_native_bf16=True,
+        compute_capability=_compute_capability(getattr(device, "compute_capability", "")),
+        num_cores=getattr(device, "core_count", None),
+    )
+
+
+def _compute_capability(text: str) -> tuple[int, int] | None:
+    """Of an NVIDIA GPU ("9.0"); other vendors give names there ("gfx942")."""
+    numbers = re.fullmatch(r"(\d+)\.(\d+)", text)
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
 def _cpu() -> tuple[str, set[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import jax
@@ -11,12 +12,12 @@ import numpy as np
 import pytest
 
 from jaxserve.config import Device
-from jaxserve.errors import ConfigError
-from jaxserve.ops.attention import BACKENDS, AttentionMeta, KVCache, load, select
+from jaxserve.ops.attention import BACKENDS, AttentionMeta, KVCache, load
 
 CONTEXTS = (0, 1, 15, 16, 17, 31, 33, 200)
 NUM_LAYERS = 2
 LAYER = 1
+CPU = Device(platform="cpu", kind="some CPU", free_bytes=0, has_native_bf16=False)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def expected(case: Case, step: Step, scale: float) -> np.ndarray:
 
 
 def run(backend_name: str, case: Case, step: Step, scale: float) -> np.ndarray:
-    backend = load(backend_name)
+    backend = load(backend_name, CPU)
 
     @functools.partial(jax.jit, static_argnames="scale")
     def write_and_attend(q, k, v, kv, meta, layer, scale):
@@ -164,10 +165,20 @@ CASES = {
     "chunk-small-blocks": Case((50, 31), (9, 31), block_size=4, pad_tokens=8),
     "chunk-large-blocks": Case((300, 31), (90, 31), block_size=128, pad_tokens=8),
 }
+FOR_KERNELS = ("decode-padded", "mixed", "decode-window-soft-cap", "mixed-window")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
+def on_backends(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Runs a test with each backend and case.
+
+    On a CPU the kernels are interpreted, which is slow, and they have tests of their own: here they
+    only run the cases that show that the arguments reach them.
+    """
+    runs = [(b, n) for b in BACKENDS for n in names if b != "pallas_triton" or n in FOR_KERNELS]
+    return pytest.mark.parametrize(("backend", "name"), runs)
+
+
+@on_backends(CASES)
 def test_equals_float64_reference(backend: str, name: str, rng: np.random.Generator):
     case = CASES[name]
     step = make(case, rng)
@@ -178,8 +189,7 @@ def test_equals_float64_reference(backend: str, name: str, rng: np.random.Genera
     np.testing.assert_allclose(got[: len(want)], want, atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["decode-padded", "prefill", "mixed"])
+@on_backends(["decode-padded", "prefill", "mixed"])
 def test_bfloat16_is_close(backend: str, name: str, rng: np.random.Generator):
     case = CASES[name]
     step = make(case, rng, jnp.bfloat16)
@@ -188,8 +198,7 @@ def test_bfloat16_is_close(backend: str, name: str, rng: np.random.Generator):
     np.testing.assert_allclose(got[: len(want)], want, atol=3e-2)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["decode-padded", "prefill", "mixed"])
+@on_backends(["decode-padded", "prefill", "mixed"])
 def test_cache_may_be_wider_than_the_activations(backend, name, rng):
     case = CASES[name]
     step = make(case, rng, jnp.bfloat16)
@@ -199,8 +208,7 @@ def test_cache_may_be_wider_than_the_activations(backend, name, rng):
     np.testing.assert_allclose(got[: len(want)], want, atol=3e-2)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["decode-padded", "prefill", "mixed"])
+@on_backends(["decode-padded", "prefill", "mixed"])
 def test_padding_stays_finite_when_its_query_is(backend: str, name: str, rng):
     """Rows of padding run through the rest of the model: nothing there may overflow or trap."""
     case = CASES[name]
@@ -224,7 +232,7 @@ def test_write_touches_its_own_slots_only(backend: str, rng: np.random.Generator
     step = make(case, rng)
     before = np.nan_to_num(np.stack([step.kv.k, step.kv.v]), nan=-1.0)
     kv = KVCache(jnp.asarray(before[0]), jnp.asarray(before[1]))
-    written = jax.jit(load(backend).write)(kv, LAYER, step.new_k, step.new_v, step.meta)
+    written = jax.jit(load(backend, CPU).write)(kv, LAYER, step.new_k, step.new_v, step.meta)
     for after, want, new in (
         (written.k, before[0], step.new_k),
         (written.v, before[1], step.new_v),
@@ -239,27 +247,9 @@ def test_write_touches_its_own_slots_only(backend: str, rng: np.random.Generator
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_write_is_in_place_when_donated(backend: str, rng: np.random.Generator):
     step = make(CASES["decode"], rng)
-    write = jax.jit(load(backend).write, donate_argnums=0)
+    write = jax.jit(load(backend, CPU).write, donate_argnums=0)
     memory = write.lower(step.kv, LAYER, step.new_k, step.new_v, step.meta).compile()
     analysis = memory.memory_analysis()
     cache_bytes = step.kv.k.nbytes + step.kv.v.nbytes
     assert analysis.alias_size_in_bytes >= cache_bytes
     assert analysis.temp_size_in_bytes < cache_bytes / 2
-
-
-CPU = Device(platform="cpu", kind="some CPU", free_bytes=0, has_native_bf16=False)
-
-
-def test_auto_selects_what_runs_on_the_device():
-    backend, why = select("auto", CPU)
-    assert backend.name == "xla"
-    assert "some CPU" in why
-
-
-def test_unknown_backend_lists_the_names():
-    with pytest.raises(ConfigError, match="'flash'.*auto or one of xla"):
-        select("flash", CPU)
-
-
-def test_known_backend_is_selected_by_name():
-    assert select("xla", CPU)[0].name == "xla"

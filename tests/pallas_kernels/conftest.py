@@ -7,9 +7,10 @@ the block tables.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,6 +74,14 @@ class Problem:
         size = np.linalg.norm(self.expected, axis=-1)
         worst = np.max(error / np.where(size == 0.0, 1.0, size))
         assert worst < TOLERANCE[self.shape.dtype], f"relative error {worst:.2e}"
+
+
+@pytest.fixture(autouse=True)
+def compile_quickly() -> Iterator[None]:
+    """Interpreted kernels are large programs that run once: compiling them is most of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_reference_is_attention(name, make_problem, shape):
     ("change", "message"),
     [
         ({"head_dim": 72}, "head_dim 72 is not supported: expected one of 16, 32, 64, 80"),
-        ({"block_size": 8}, "block_size 8 is not supported: expected one of 16, 32, 64"),
+        ({"block_size": 24}, "block_size 24 is not supported: expected one of 4, 8, 16, 32, 64"),
         ({"num_heads": 129, "num_kv_heads": 1}, "at most 128 query heads .* got 129"),
         ({"num_heads": 5}, "num_heads must be a multiple of num_kv_heads, got 5 and 2"),
         ({"dtype": "int32"}, "dtype int32 is not supported: expected one of bfloat16"),

@@ -1,0 +1,117 @@
+"""Paged attention with the Pallas kernels: on NVIDIA GPUs, or interpreted on a CPU for tests.
+
+A step in which every request has one token runs the decode kernel, any other the ragged one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from jaxserve.config import Device
+from jaxserve.errors import ConfigError
+from jaxserve.ops.attention import AttentionBackend, AttentionMeta, AttentionShape, KVCache
+from pallas_kernels import limits, tuning
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.ragged_attention import ragged_attention
+
+MIN_COMPUTE_CAPABILITY = (8, 0)
+# The first with instructions that convert from and to 8-bit floats.
+MIN_COMPUTE_CAPABILITY_FP8 = (8, 9)
+
+
+def backend(device: Device) -> AttentionBackend:
+    """The kernels, tuned for ``device``; interpreted if it is a CPU."""
+    interpreted = device.platform == "cpu"
+    return AttentionBackend(
+        "pallas_triton",
+        write=functools.partial(_write, interpret=interpreted),
+        attend=functools.partial(_attend, device=device),
+        check=functools.partial(_check, device=device),
+        remark="interpreted, which is slow: there is no GPU" if interpreted else "",
+    )
+
+
+def _check(shape: AttentionShape, *, device: Device) -> None:
+    """See `CheckFn`."""
+    capability = device.compute_capability
+    fp8 = shape.cache_dtype.startswith("float8")
+    least = MIN_COMPUTE_CAPABILITY_FP8 if fp8 else MIN_COMPUTE_CAPABILITY
+    if device.platform == "gpu" and (capability is None or capability < least):
+        kind = "an NVIDIA GPU" if capability is None else "compute capability {}.{}".format(*least)
+        what = f" with a cache of {shape.cache_dtype}" if fp8 else ""
+        raise ConfigError(
+            f"the attention backend pallas_triton{what} needs {kind} or newer, got {device.kind}"
+        )
+    if shape.cache_dtype == "int8":
+        raise ConfigError("the attention backend pallas_triton has no scales for a cache of int8")
+    try:
+        limits.check_supported(
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            dtype=shape.dtype,
+            cache_dtype=shape.cache_dtype,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"the attention backend pallas_triton cannot serve this: {error}"
+        ) from error
+
+
+def _write(
+    kv: KVCache,
+    layer: jax.Array | int,
+    k: jax.Array,
+    v: jax.Array,
+    meta: AttentionMeta,
+    *,
+    interpret: bool,
+) -> KVCache:
+    """See `WriteFn`."""
+    return KVCache(*kv_write(kv.k, kv.v, k, v, meta.slots, layer, interpret=interpret))
+
+
+def _attend(
+    q: jax.Array,
+    kv: KVCache,
+    layer: jax.Array | int,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    device: Device,
+) -> jax.Array:
+    """See `AttendFn`."""
+    _, num_heads, head_dim = q.shape
+    _, _, block_size, num_kv_heads, _ = kv.k.shape
+    config = tuning.kernel_config(
+        tuning.DECODE if meta.decode_only else tuning.RAGGED,
+        head_dim=head_dim,
+        group=num_heads // num_kv_heads,
+        dtype=q.dtype,
+        device=device.kind,
+    )
+    options = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "config": config,
+        "interpret": device.platform == "cpu",
+    }
+    cache = (kv.k, kv.v, meta.block_tables, meta.seq_lens)
+    if not meta.decode_only:
+        return ragged_attention(q, *cache, meta.query_start, layer, **options)
+    num_rows, width = meta.block_tables.shape
+    num_splits = tuning.decode_splits(
+        num_rows=num_rows,
+        num_kv_heads=num_kv_heads,
+        max_context=width * block_size,
+        block_n=config.block_n,
+        num_sms=device.num_cores or tuning.NUM_SMS,
+    )
+    return paged_decode(q, *cache, layer, num_splits=num_splits, **options)

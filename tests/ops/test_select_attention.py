@@ -1,0 +1,78 @@
+"""Which attention backend serves which model on which device, and what is said about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jaxserve.config import Device
+from jaxserve.errors import ConfigError
+from jaxserve.ops.attention import AttentionShape, select
+
+CPU = Device(platform="cpu", kind="some CPU", free_bytes=0, has_native_bf16=False)
+GPU = Device("gpu", "NVIDIA H200", 0, True, compute_capability=(9, 0), num_cores=132)
+OLD_GPU = replace(GPU, kind="Tesla V100", compute_capability=(7, 0))
+AMPERE = replace(GPU, kind="NVIDIA A100", compute_capability=(8, 0))
+OTHER_GPU = replace(GPU, kind="gfx942", compute_capability=None, num_cores=None)
+SHAPE = AttentionShape(
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    block_size=16,
+    dtype="bfloat16",
+    cache_dtype="bfloat16",
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "name", "why"),
+    [
+        (CPU, {}, "xla", "some CPU"),
+        (GPU, {}, "pallas_triton", "kernels for NVIDIA H200"),
+        (AMPERE, {}, "pallas_triton", "kernels for NVIDIA A100"),
+        (OLD_GPU, {}, "xla", "needs compute capability 8.0 or newer, got Tesla V100"),
+        (OTHER_GPU, {}, "xla", "needs an NVIDIA GPU"),
+        (GPU, {"head_dim": 72}, "xla", "head_dim 72 is not supported"),
+        (GPU, {"cache_dtype": "float8_e4m3fn"}, "pallas_triton", "kernels for NVIDIA H200"),
+        (AMPERE, {"cache_dtype": "float8_e4m3fn"}, "xla", "capability 8.9 or newer"),
+        (GPU, {"cache_dtype": "int8"}, "xla", "no scales"),
+    ],
+)
+def test_auto_selects_what_serves_the_model_on_the_device(device, changes, name, why):
+    backend, reason = select("auto", device, replace(SHAPE, **changes))
+    assert backend.name == name
+    assert why in reason
+
+
+@pytest.mark.parametrize("name", ["xla", "pallas_triton"])
+def test_known_backend_is_selected_by_name(name: str):
+    backend, reason = select(name, GPU, SHAPE)
+    assert (backend.name, reason) == (name, "as asked")
+
+
+def test_kernels_on_a_cpu_are_said_to_be_interpreted():
+    backend, reason = select("pallas_triton", CPU, SHAPE)
+    assert backend.name == "pallas_triton"
+    assert reason == "as asked, interpreted, which is slow: there is no GPU"
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "message"),
+    [
+        (GPU, {"head_dim": 72}, "head_dim 72 is not supported: expected one of 16, 32, 64, 80"),
+        (GPU, {"block_size": 24}, "block_size 24 is not supported: expected one of 4, 8, 16"),
+        (GPU, {"dtype": "float64"}, "dtype float64 is not supported: expected one of bfloat16"),
+        (GPU, {"num_heads": 1032}, "at most 128 query heads"),
+        (GPU, {"cache_dtype": "int8"}, "no scales for a cache of int8"),
+        (OLD_GPU, {}, "needs compute capability 8.0 or newer, got Tesla V100"),
+    ],
+)
+def test_what_the_kernels_cannot_serve_is_refused_by_name(device, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        select("pallas_triton", device, replace(SHAPE, **changes))
+
+
+def test_unknown_backend_lists_the_names():
+    with pytest.raises(ConfigError, match="'flash'.*auto or one of xla, pallas_triton"):
+        select("flash", CPU, SHAPE)

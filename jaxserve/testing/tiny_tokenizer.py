@@ -1,10 +1,6 @@
-"""A byte-level tokenizer of a few hundred tokens, in memory or as the files of a checkpoint."""
+"""A byte-level tokenizer of a few hundred tokens."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -39,17 +35,3 @@ def tiny_backend() -> Backend:
 def tiny_tokenizer() -> Tokenizer:
     """The tokenizer with a chat template. No special token is put before a text."""
     return Tokenizer(tiny_backend(), special_tokens=SPECIAL_TOKENS, chat_template=CHAT_TEMPLATE)
-
-
-def write_tiny_checkpoint(folder: Path, **generation_config: Any) -> Path:
-    """A folder with all that a front end needs of a checkpoint, and no weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tiny_backend().save(str(folder / "tokenizer.json"))
-    files = {
-        "config.json": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-        "generation_config.json": generation_config,
-        "tokenizer_config.json": {**SPECIAL_TOKENS, "chat_template": CHAT_TEMPLATE},
-    }
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
-    return folder

@@ -1,0 +1,57 @@
+"""uvicorn as we run it: signals are ours, and the head of a request has a size limit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Request line and headers. The parser itself would take any number of bytes."""
+
+TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"connection: close\r\n"
+    b"content-length: 0\r\n\r\n"
+)
+
+
+class HttpServer(uvicorn.Server):
+    """A server that leaves the signals to who runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """Closes a connection whose request has no end of its head after `MAX_HEAD_BYTES`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_in_head = True
+        self._num_head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._is_in_head = True
+        self._num_head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        """The head of a request has ended."""
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come."""
+        super().data_received(data)
+        if self._is_in_head and not self.transport.is_closing():
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self.transport.write(TOO_LARGE)
+                self.transport.close()

@@ -131,9 +131,7 @@ def texts(stop=(), **options):
 
     def push_all(*tokens: str | bytes) -> list[str]:
         table = [t if isinstance(t, bytes) else t.encode() for t in tokens]
-        detokenizer = Detokenizer(
-            Vocabulary(table), skip_special_tokens=True, stop=stop, **options
-        )
+        detokenizer = Detokenizer(Vocabulary(table), skip_special_tokens=True, stop=stop, **options)
         shown = []
         for i in range(len(table)):
             step = detokenizer.push([i], finished=i == len(table) - 1)
@@ -156,9 +154,7 @@ def test_unfinished_character_becomes_one_replacement_at_the_end() -> None:
 
 def test_finish_without_tokens_flushes_everything() -> None:
     for stop in ((), ("abc",)):
-        detokenizer = Detokenizer(
-            Vocabulary([b"ab\xe2\x82"]), skip_special_tokens=True, stop=stop
-        )
+        detokenizer = Detokenizer(Vocabulary([b"ab\xe2\x82"]), skip_special_tokens=True, stop=stop)
         first = detokenizer.push([0], finished=False)
         last = detokenizer.push([], finished=True)
         assert first.text_delta + last.text_delta == "ab\ufffd"

@@ -17,6 +17,7 @@ from jaxserve.testing.fake_runner import FakeModel, expected_tokens
 FAKE = "jaxserve.testing.fake_engine:build"
 ENDLESS = SamplingParams(max_tokens=1000, seed=0)
 SLOW = "fake:step_s=0.01"
+TIMEOUT_S = 30  # of what hangs only if something is broken
 
 
 def engine_config(model="fake", *, num_engines=1, max_num_seqs=None):
@@ -38,8 +39,7 @@ async def start():
             stack.push_async_callback(client.close)
             return client
 
-        async with asyncio.timeout(60):
-            yield start
+        yield start
     assert psutil.Process().children() == []
 
 
@@ -64,7 +64,10 @@ def generate(client, prompt=(1, 2, 3), params=ENDLESS, request_id="a", **options
 
 async def collect(client, prompt=(1, 2, 3), params=ENDLESS, request_id="a", **options):
     tokens = []
-    async with generate(client, prompt, params, request_id, **options) as outputs:
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        generate(client, prompt, params, request_id, **options) as outputs,
+    ):
         async for output in outputs:
             tokens += output.token_ids
     return tokens
@@ -78,9 +81,10 @@ async def until(client, condition):
     """Waits until ``condition()``, looking whenever an engine has said something."""
     heard = asyncio.Event()
     client.on_outputs = lambda _: heard.set()
-    while not condition():
-        heard.clear()
-        await heard.wait()
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            heard.clear()
+            await heard.wait()
 
 
 def on_board(client):
@@ -101,7 +105,10 @@ async def start_streams(client, number, params=ENDLESS):
     async def read(request_id):
         tokens = []
         try:
-            async with generate(client, params=params, request_id=request_id) as outputs:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                generate(client, params=params, request_id=request_id) as outputs,
+            ):
                 async for output in outputs:
                     tokens += output.token_ids
                     begun.release()
@@ -160,6 +167,16 @@ async def test_requests_go_to_the_engine_with_the_smallest_score(start):
         assert {(s.num_running, s.num_waiting) for s in client.stats.values()} == {(2, 3)}
         for task in tasks:
             task.cancel()
+
+
+async def test_requests_that_are_over_do_not_count(start):
+    client = await start(SLOW, num_engines=2)
+    (endless,) = await start_streams(client, 1)
+    for _ in range(5):
+        await collect(client, (1, 2), SamplingParams(max_tokens=2, seed=1))
+    # The first engine was busy with three prompt tokens all the time.
+    assert [stats.total_prompt_tokens for stats in client.stats.values()] == [3, 10]
+    endless.cancel()
 
 
 async def test_a_seed_is_drawn_for_those_who_give_none(start):

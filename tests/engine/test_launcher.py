@@ -88,7 +88,8 @@ async def test_wait_returns_the_exit_code(process):
 
 async def test_a_process_leaves_when_its_input_ends(process):
     process.hang_up()
-    assert await process.wait() == 0
+    async with asyncio.timeout(20):
+        assert await process.wait() == 0
 
 
 async def test_stop_kills_a_process_that_cannot_leave(process, monkeypatch):

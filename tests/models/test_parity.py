@@ -1,0 +1,57 @@
+"""Logits of every family and rope scaling, against those of `transformers` (tests/golden)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.models.registry import MODELS
+from jaxserve.testing.tiny import random_tensors
+
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "tiny_logits.npz")
+CONFIGS = json.loads(str(GOLDEN["configs"]))
+PROMPT = GOLDEN["prompt"].tolist()
+TOLERANCE = 2e-4
+
+
+def loops(name: str) -> tuple[str, ...]:
+    return ("unroll",) if name == "qwen2-windows" else ("scan", "unroll")
+
+
+CASES = [(name, loop) for name in CONFIGS for loop in loops(name)]
+
+
+def test_every_architecture_is_covered():
+    assert {config["architectures"][0] for config in CONFIGS.values()} == set(MODELS)
+
+
+@pytest.mark.parametrize(("name", "loop"), CASES)
+def test_logits_equal_those_of_transformers(name, loop, paged_model, in_memory, rng):
+    """The prompt whole, and cut into pieces, in the same steps as each other."""
+    config = CONFIGS[name]
+    model = paged_model(in_memory(random_tensors(config)), config, loop=loop)
+    model.start(2, 64, rng)
+    cut = sorted(rng.choice(np.arange(1, 40), 2, replace=False).tolist())
+    whole, first = model.step([PROMPT, PROMPT[: cut[0]]], num_tokens=80)
+    _, second = model.step([[], PROMPT[cut[0] : cut[1]]], num_tokens=80)
+    _, third = model.step([[], PROMPT[cut[1] :]], num_tokens=80)
+    np.testing.assert_allclose(whole, GOLDEN[name], atol=TOLERANCE)
+    pieces = np.concatenate((first, second, third))
+    np.testing.assert_allclose(pieces, GOLDEN[name], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-dynamic", "mistral", "qwen2-windows"])
+def test_logits_of_decode_steps(name, paged_model, in_memory, rng):
+    """A prompt, then one token a step."""
+    config = CONFIGS[name]
+    model = paged_model(in_memory(random_tensors(config)), config, loop=loops(name)[-1])
+    model.start(2, 64, rng)
+    start = 30
+    model.step([PROMPT[:start], PROMPT[: start + 3]], num_tokens=64)
+    for at in range(start, 37):
+        a, b = model.step([PROMPT[at : at + 1], PROMPT[at + 3 : at + 4]], decode_only=True)
+        np.testing.assert_allclose(a[0], GOLDEN[name][at], atol=TOLERANCE)
+        np.testing.assert_allclose(b[0], GOLDEN[name][at + 3], atol=TOLERANCE)

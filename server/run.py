@@ -8,11 +8,12 @@ import gc
 import ipaddress
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
+from starlette.applications import Starlette
 
 from jaxserve.client import EngineClient
 from jaxserve.config import EngineConfig
@@ -73,19 +74,7 @@ async def serve(
     """
     state = ServerState()
     stop, hurry = _signals()
-    http = HttpServer(
-        uvicorn.Config(
-            create_app(state, api),
-            http=HttpProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=settings.keep_alive_timeout,
-            timeout_graceful_shutdown=LAST_BYTES_TIMEOUT_S,
-        )
-    )
+    http = _http_server(create_app(state, api), settings)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     client: EngineClient | None = None
     try:
@@ -95,19 +84,11 @@ async def serve(
             )
         state.frontend = frontend
         _announce(console, frontend, listener, api)
-        with _background(
-            log_throughput(client, interval_s=settings.log_stats_interval)
-            if settings.log_stats_interval > 0
-            else None
-        ):
+        with _throughput_lines(client, settings.log_stats_interval):
             await asyncio.wait({stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         console.say(f"Stopping; requests under way: {frontend.num_in_flight}")
         state.draining = True
-        draining = asyncio.create_task(client.drain(settings.shutdown_timeout))
-        await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        if not draining.done():
-            draining.cancel()
-            await client.drain(0)
+        await _drain(client, settings.shutdown_timeout, hurry)
     finally:
         state.draining = True
         http.should_exit = True
@@ -182,13 +163,40 @@ def _signals() -> tuple[asyncio.Future[int], asyncio.Future[int]]:
 
 
 @contextlib.contextmanager
-def _background(work: Coroutine[Any, Any, None] | None):
-    task = None if work is None else asyncio.create_task(work)
+def _throughput_lines(client: EngineClient, interval_s: float) -> Iterator[None]:
+    if interval_s <= 0:
+        yield
+        return
+    task = asyncio.create_task(log_throughput(client, interval_s=interval_s))
     try:
         yield
     finally:
-        if task is not None:
-            task.cancel()
+        task.cancel()
+
+
+async def _drain(client: EngineClient, timeout_s: float, hurry: asyncio.Future[int]) -> None:
+    """Lets requests finish until the time is up or ``hurry`` is set; aborts the rest."""
+    draining = asyncio.create_task(client.drain(timeout_s))
+    await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        draining.cancel()
+        await client.drain(0)
+
+
+def _http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
+    return HttpServer(
+        uvicorn.Config(
+            app,
+            http=HttpProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=settings.keep_alive_timeout,
+            timeout_graceful_shutdown=LAST_BYTES_TIMEOUT_S,
+        )
+    )
 
 
 def _announce(

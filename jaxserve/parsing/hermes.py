@@ -1,0 +1,23 @@
+"""The form of Hermes, Qwen 2.5 and Qwen 3: <tool_call>{"name": ..., "arguments": ...}</tool_call>."""
+
+from __future__ import annotations
+
+import re
+
+from jaxserve.parsing.json_call import json_calls
+from jaxserve.parsing.scanner import Scanner, Steps
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_SURPLUS = re.compile(r"[ \t\r\n}\]]+")  # models miscount the brackets at the end
+
+
+def hermes(scan: Scanner) -> Steps[None]:
+    tag = ""
+    while tag == _OPEN or (yield from scan.find(_OPEN)):
+        tag = ""
+        if (yield from json_calls(scan)):
+            yield from scan.skip(_SURPLUS)
+            tag = yield from scan.match(_CLOSE, _OPEN)
+            if tag == _CLOSE:
+                scan.drop()
+                scan.in_call = False

@@ -1,0 +1,39 @@
+"""Think blocks: <think>reasoning</think>answer.
+
+White space at both ends of the block and before the answer is dropped. A block that the text ends
+in is reasoning to the end. Tags anywhere else are ordinary text.
+"""
+
+from __future__ import annotations
+
+from jaxserve.parsing.scanner import Scanner, Steps
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+def qwen3(scan: Scanner, prompt: str) -> Steps[None]:
+    """The answer may begin with a block, or be within one if the prompt has opened it."""
+    return _read(scan, prompt.rstrip().endswith(_OPEN))
+
+
+def deepseek_r1(scan: Scanner, prompt: str) -> Steps[None]:
+    """The answer begins within a block, opened or not, unless the prompt has closed it."""
+    return _read(scan, not prompt.rstrip().endswith(_CLOSE))
+
+
+def _read(scan: Scanner, is_open: bool) -> Steps[None]:
+    yield from scan.skip()
+    if is_open:
+        scan.drop()
+    if (yield from scan.peek()) == "<" and (yield from scan.match(_OPEN)):
+        is_open = True
+        yield from scan.skip()
+        scan.drop()
+    if is_open:
+        scan.reasons = True
+        if not (yield from scan.find(_CLOSE)):
+            return
+        yield from scan.skip()
+        scan.drop()
+        scan.reasons = False
+    yield from scan.rest()

@@ -103,10 +103,11 @@ class CausalLM(nnx.Module):
 
         # The cache is carried: as an input and output per layer it would be copied.
         def body(carry, inputs):
+            x, kv = carry
             index, weights = inputs
             layer = nnx.merge(graphdef, weights)
             with jax.named_scope("layer"):
-                return layer(*carry, index, step, window=self.spec.windows[0]), None
+                return layer(x, kv, index, step, window=self.spec.windows[0]), None
 
         indices = jnp.arange(self.spec.num_layers)
         carry, _ = lax.scan(body, (x, kv), (indices, weights))

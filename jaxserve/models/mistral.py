@@ -8,5 +8,5 @@ from jaxserve.models.llama import LlamaForCausalLM
 class MistralForCausalLM(LlamaForCausalLM):
     """Every layer has the window, unless config.json says null."""
 
-    HF_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
+    HF_DEFAULTS = {"sliding_window": 4096}
     HF_FIXED = {"layer_types": None, "attention_bias": False, "mlp_bias": False}

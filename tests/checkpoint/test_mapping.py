@@ -1,0 +1,143 @@
+"""Rules that give each tensor its place, and the checks on what a checkpoint has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.mapping import Rule, Target, assemble, check_names, plan, transpose
+from jaxserve.errors import CheckpointError
+
+RULES = (
+    Rule("embed", "embed.weight"),
+    Rule("layers.{layer}.{part}.weight", "layers.*.qkv.weight", transpose),
+    Rule("layers.{layer}.{part}.bias", "layers.*.qkv.bias"),
+)
+NUM_LAYERS = 2
+PARTS = (("q", 4), ("k", 2))
+STACKED = {
+    "embed.weight": Target((5, 3)),
+    "layers.*.qkv.weight": Target((NUM_LAYERS, 3, 6), PARTS),
+}
+APART = {
+    "embed.weight": Target((5, 3)),
+    "layers.0.qkv.weight": Target((3, 6), PARTS),
+    "layers.1.qkv.weight": Target((3, 6), PARTS),
+}
+NONE = frozenset()
+
+
+@pytest.fixture
+def tensors() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng()
+    shapes = {"embed": (5, 3)}
+    for layer in range(NUM_LAYERS):
+        shapes |= {f"layers.{layer}.q.weight": (4, 3), f"layers.{layer}.k.weight": (2, 3)}
+    return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+
+
+def fill(tensors, targets, *, ignored=NONE) -> dict[str, np.ndarray]:
+    slots = plan(RULES, targets, num_layers=NUM_LAYERS)
+    items = tensors.items() if isinstance(tensors, dict) else tensors
+    placed = assemble(items, slots, targets, dtype=np.dtype("float32"), ignored=ignored)
+    return {p.target: p.complete for p in placed if p.complete is not None}
+
+
+def fused(tensors, layer: int) -> np.ndarray:
+    pieces = [tensors[f"layers.{layer}.{part}.weight"].T for part in "qk"]
+    return np.concatenate(pieces, axis=1).astype(np.float32)
+
+
+def test_parts_are_fused_and_layers_stacked(tensors):
+    result = fill(tensors, STACKED)
+    assert set(result) == set(STACKED)
+    want = np.stack([fused(tensors, 0), fused(tensors, 1)])
+    np.testing.assert_array_equal(result["layers.*.qkv.weight"], want)
+    np.testing.assert_array_equal(result["embed.weight"], tensors["embed"].astype(np.float32))
+
+
+def test_layers_may_be_apart(tensors):
+    result = fill(tensors, APART)
+    assert set(result) == set(APART)
+    for layer in range(NUM_LAYERS):
+        np.testing.assert_array_equal(result[f"layers.{layer}.qkv.weight"], fused(tensors, layer))
+
+
+def test_order_of_the_tensors_does_not_matter(tensors):
+    backwards = fill(reversed(tensors.items()), STACKED)
+    for name, value in fill(tensors, STACKED).items():
+        np.testing.assert_array_equal(backwards[name], value)
+
+
+def test_a_parameter_is_given_out_as_soon_as_it_is_complete(tensors):
+    slots = plan(RULES, APART, num_layers=NUM_LAYERS)
+    steps = assemble(tensors.items(), slots, APART, dtype=np.dtype("float16"), ignored=NONE)
+    progress = [(p.target, p.num_bytes, p.complete is not None) for p in steps]
+    assert progress == [
+        ("embed.weight", 30, True),
+        ("layers.0.qkv.weight", 24, False),
+        ("layers.0.qkv.weight", 12, True),
+        ("layers.1.qkv.weight", 24, False),
+        ("layers.1.qkv.weight", 12, True),
+    ]
+
+
+def test_wrong_shape_names_tensor_expected_and_got(tensors):
+    tensors["layers.1.k.weight"] = np.zeros((3, 3))
+    with pytest.raises(CheckpointError, match=r"layers.1.k.weight.*\(3, 2\).*got \(3, 3\)"):
+        fill(tensors, STACKED)
+
+
+def test_a_shape_that_would_broadcast_is_wrong_too(tensors):
+    tensors["embed"] = np.zeros((1, 3))
+    with pytest.raises(CheckpointError, match=r"embed .*\(5, 3\).*got \(1, 3\)"):
+        fill(tensors, STACKED)
+
+
+def test_missing_tensor_is_named_by_both_checks(tensors):
+    del tensors["layers.0.q.weight"]
+    with pytest.raises(CheckpointError, match=r"lacks layers.0.q.weight$"):
+        fill(tensors, STACKED)
+    with pytest.raises(CheckpointError, match=r"lacks layers.0.q.weight$"):
+        check_names(list(tensors), plan(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
+
+
+def test_unknown_tensor_is_named_by_both_checks(tensors):
+    """Also one that a rule knows, when this model has no such parameter."""
+    tensors["layers.0.q.bias"] = np.zeros(4)
+    with pytest.raises(CheckpointError, match=r"has layers.0.q.bias"):
+        fill(tensors, STACKED)
+    with pytest.raises(CheckpointError, match=r"has layers.0.q.bias"):
+        check_names(list(tensors), plan(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
+
+
+def test_unknown_tensor_may_be_ignored(tensors):
+    tensors["inv_freq"] = np.zeros(4)
+    ignored = frozenset({"inv_freq"})
+    assert set(fill(tensors, STACKED, ignored=ignored)) == set(STACKED)
+    check_names(list(tensors), plan(RULES, STACKED, num_layers=NUM_LAYERS), ignored=ignored)
+
+
+def test_tensor_that_comes_twice_is_named_by_both_checks(tensors):
+    twice = [*tensors.items(), ("embed", tensors["embed"])]
+    with pytest.raises(CheckpointError, match="embed more than once"):
+        fill(twice, STACKED)
+    names = [name for name, _ in twice]
+    with pytest.raises(CheckpointError, match="embed more than once"):
+        check_names(names, plan(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
+
+
+def test_long_lists_are_cut_short():
+    with pytest.raises(CheckpointError, match=r"has a, b, c and 2 more, which"):
+        check_names(list("abcde"), {}, ignored=NONE)
+
+
+def test_rules_must_not_overlap():
+    rules = (*RULES, Rule("embed", "embed.weight"))
+    with pytest.raises(AssertionError, match="more than one rule is for embed"):
+        plan(rules, STACKED, num_layers=NUM_LAYERS)
+
+
+def test_rules_must_fill_every_parameter():
+    with pytest.raises(AssertionError, match="extra"):
+        plan(RULES, STACKED | {"extra": Target((1,))}, num_layers=NUM_LAYERS)

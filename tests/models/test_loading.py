@@ -1,0 +1,121 @@
+"""Loading weights: whole checkpoints, what is refused, progress, memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.models.loading import build_model, load_params
+from jaxserve.models.spec import ModelSpec
+from jaxserve.testing.tiny import random_tensors, tiny_config
+
+
+def load(checkpoint, config, *, dtype="float32", loop="unroll", on_progress=None):
+    spec = ModelSpec.from_hf(config)
+    return load_params(checkpoint, spec, dtype=dtype, loop=loop, on_progress=on_progress)[1]
+
+
+def test_parameters_are_laid_out_for_the_loop(in_memory):
+    config = tiny_config()
+    weights = random_tensors(config)
+    apart = load(in_memory(weights), config, loop="unroll")
+    stacked = load(in_memory(weights), config, loop="scan")
+    for layer in (0, 1):
+        prefix = f"model.layers.{layer}.self_attn"
+        want = np.concatenate([weights[f"{prefix}.{p}_proj.weight"].T for p in "qkv"], axis=1)
+        np.testing.assert_array_equal(apart["layers"][layer]["attention"]["qkv"]["weight"], want)
+        fused = stacked["layers"]["attention"]["qkv"]["weight"]
+        np.testing.assert_array_equal(fused[layer], want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_parameters_have_the_dtype_and_progress_adds_up(in_memory, dtype, loop):
+    config = tiny_config("Qwen2ForCausalLM")
+    seen: list[tuple[int, int]] = []
+    params = load(
+        in_memory(random_tensors(config)),
+        config,
+        dtype=dtype,
+        loop=loop,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    leaves = jax.tree.leaves(params)
+    assert {leaf.dtype.name for leaf in leaves} == {dtype}
+    total = sum(leaf.nbytes for leaf in leaves)
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+    assert len(seen) == len(random_tensors(config))
+
+
+def test_buffers_of_older_checkpoints_are_ignored(in_memory):
+    config = tiny_config()
+    weights = random_tensors(config)
+    extra = {"model.layers.1.self_attn.rotary_emb.inv_freq": np.zeros(8)}
+    load(in_memory(weights | extra), config)
+
+
+def test_copy_of_a_tied_head_is_ignored_and_no_other(in_memory):
+    config = tiny_config(tie_word_embeddings=True)
+    weights = random_tensors(config)
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"]}
+    assert "head" not in load(in_memory(weights | head), config)
+    with pytest.raises(CheckpointError, match="lacks lm_head.weight"):
+        load(in_memory(weights), tiny_config())
+
+
+def test_bias_that_the_config_does_not_have_is_refused(in_memory):
+    config = tiny_config()
+    bias = {"model.layers.0.self_attn.q_proj.bias": np.zeros(64)}
+    with pytest.raises(CheckpointError, match="layers.0.self_attn.q_proj.bias"):
+        load(in_memory(random_tensors(config) | bias), config)
+
+
+def test_names_are_checked_before_anything_is_read(in_memory):
+    config = tiny_config()
+    checkpoint = in_memory({**random_tensors(config), "odd": np.zeros(1)})
+    checkpoint.tensors = lambda: pytest.fail("weights were read")
+    with pytest.raises(CheckpointError, match="has odd, which"):
+        load(checkpoint, config)
+
+
+def test_wrong_shape_is_refused(in_memory):
+    config = tiny_config()
+    weights = random_tensors(config)
+    weights["model.norm.weight"] = np.zeros(65)
+    with pytest.raises(CheckpointError, match=r"model.norm.weight.*\(64,\).*\(65,\)"):
+        load(in_memory(weights), config)
+
+
+def test_layers_that_differ_cannot_be_looped_over():
+    config = tiny_config(
+        "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=4, max_window_layers=1
+    )
+    with pytest.raises(ConfigError, match="--layer-loop unroll"):
+        build_model(ModelSpec.from_hf(config), loop="scan")
+
+
+def test_tensors_are_let_go_as_they_are_placed(in_memory):
+    """Reading one tensor, no more than the one before it is still alive."""
+    config = tiny_config()
+    weights = random_tensors(config)
+    alive: list[weakref.ref] = []
+
+    def tensors():
+        for name in list(weights):
+            gc.collect()
+            assert sum(ref() is not None for ref in alive) <= 1
+            tensor = weights[name].copy()
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    checkpoint = in_memory(weights)
+    checkpoint.tensors = tensors
+    load(checkpoint, config, loop="scan")
+    assert len(alive) == len(weights)

@@ -1,0 +1,195 @@
+"""Reading config.json: forms of all ages, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.models.registry import MODELS
+from jaxserve.models.spec import ModelSpec
+from jaxserve.ops.rope import Dynamic, Linear, Llama3, Yarn
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+}
+
+
+def spec(**changes) -> ModelSpec:
+    return ModelSpec.from_hf(BASE | changes)
+
+
+def family(name: str, **changes) -> ModelSpec:
+    return spec(architectures=[f"{name}ForCausalLM"], **changes)
+
+
+def test_defaults_of_a_bare_config():
+    bare = spec()
+    assert (bare.num_kv_heads, bare.head_dim, bare.activation) == (4, 16, "silu")
+    assert (bare.norm_eps, bare.rope.theta, bare.rope.scaling) == (1e-6, 10000.0, None)
+    assert bare.windows == (None,) * 4
+    assert bare.context_length == 2048
+    assert {bare.qkv_bias, bare.attention_output_bias, bare.mlp_bias} == {False}
+    assert {bare.qk_norm, bare.tied_head} == {False}
+
+
+def test_is_hashable():
+    assert hash(spec()) == hash(spec())
+    assert spec() != spec(vocab_size=7)
+
+
+def test_null_is_the_same_as_missing():
+    assert spec(head_dim=None, num_key_value_heads=None, rope_scaling=None) == spec()
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "scaling"),
+    [
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, 5e5, Linear(2.0)),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, 1e4, Linear(2.0)),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 7.0}},
+            7.0,
+            Linear(2.0),
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 1e4, Dynamic(2.0, 2048)),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+            1e4,
+            Llama3(8.0, 1.0, 4.0, 512),
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+            1e4,
+            Yarn(4.0, 512, pytest.approx(1.1386294361)),
+        ),
+        (
+            {
+                "original_max_position_embeddings": 256,
+                "rope_scaling": {"type": "yarn", "factor": None, "attention_factor": 1.5},
+            },
+            1e4,
+            Yarn(8.0, 256, 1.5),
+        ),
+    ],
+)
+def test_rope_in_every_form(changes, theta, scaling):
+    rope = spec(**changes).rope
+    assert (rope.theta, rope.head_dim, rope.scaling) == (theta, 16, scaling)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        ({"type": "linear", "factor": 4.0}, 8192),
+        ({"type": "dynamic", "factor": 2.0}, 4096),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}, 2048),
+    ],
+)
+def test_context_length_counts_what_scaling_adds(scaling, context):
+    assert spec(rope_scaling=scaling).context_length == context
+
+
+def test_windows_of_each_family():
+    assert family("Llama", sliding_window=8).windows == (None,) * 4
+    assert family("Mistral").windows == (4096,) * 4
+    assert family("Mistral", sliding_window=8).windows == (8,) * 4
+    assert family("Mistral", sliding_window=None).windows == (None,) * 4
+    qwen = {"sliding_window": 8, "max_window_layers": 3}
+    for name in ("Qwen2", "Qwen3"):
+        assert family(name, **qwen).windows == (None,) * 4
+        upper = family(name, use_sliding_window=True, **qwen)
+        assert upper.windows == (None, None, None, 8)
+        assert not upper.layers_are_alike
+    kinds = ["sliding_attention", "full_attention"] * 2
+    mixed = family("Qwen3", use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    assert mixed.windows == (8, None, 8, None)
+
+
+def test_what_each_family_adds():
+    qwen2 = family("Qwen2")
+    assert (qwen2.qkv_bias, qwen2.attention_output_bias, qwen2.qk_norm) == (True, False, False)
+    qwen3 = family("Qwen3")
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    llama = family("Llama", attention_bias=True, mlp_bias=True)
+    assert (llama.qkv_bias, llama.attention_output_bias, llama.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"num_local_experts": 8}, "num_local_experts is 8"),
+        ({"hidden_act": "xielu"}, "'xielu'.*silu"),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope'.*yarn"),
+        ({"partial_rotary_factor": 0.5}, "0.5"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["chunked_attention"] * 4,
+            },
+            "'chunked_attention'.*sliding_attention",
+        ),
+    ],
+)
+def test_what_is_not_implemented_is_named(changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        spec(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": None}, "architectures"),
+        ({"architectures": ["LlamaForCausalLM", "Other"]}, "architectures"),
+        ({"vocab_size": None}, "no vocab_size"),
+        ({"hidden_size": "64"}, "hidden_size.*'64'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers.*0"),
+        ({"num_key_value_heads": 3}, r"\(4\).*num_key_value_heads.*\(3\)"),
+        ({"head_dim": 15}, "head_dim.*15"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"],
+            },
+            "layer_types.*4.*1",
+        ),
+    ],
+)
+def test_nonsense_is_refused(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        spec(**changes)
+
+
+def test_registry_has_a_class_for_each_architecture():
+    for architecture in MODELS:
+        assert ModelSpec.from_hf(BASE | {"architectures": [architecture]}).num_layers == 4

@@ -1,0 +1,33 @@
+"""RMS normalisation against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.ops.norm import rms_norm
+
+
+def reference(x, weight, eps: float) -> np.ndarray:
+    wide = x.astype(np.float64)
+    return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * weight.astype(np.float64)
+
+
+def test_equals_float64(rng: np.random.Generator):
+    x = rng.standard_normal((7, 3, 576)).astype(np.float32) * 10
+    weight = rng.standard_normal(576).astype(np.float32)
+    got = np.asarray(rms_norm(x, weight, eps=1e-5))
+    np.testing.assert_allclose(got, reference(x, weight, 1e-5), rtol=1e-5, atol=1e-5)
+
+
+def test_eps_counts_and_zero_stays_zero(rng: np.random.Generator):
+    x = np.stack([np.zeros(64), rng.standard_normal(64) * 1e-3]).astype(np.float32)
+    weight = np.ones(64, np.float32)
+    got = np.asarray(rms_norm(x, weight, eps=1e-5))
+    np.testing.assert_allclose(got, reference(x, weight, 1e-5), rtol=1e-5)
+
+
+def test_half_precision_squares_in_float32():
+    x = np.full((1, 64), 400, np.float16)  # 400 ** 2 is beyond float16
+    got = rms_norm(x, np.ones(64, np.float16), eps=1e-5)
+    assert got.dtype == np.float16
+    np.testing.assert_allclose(np.asarray(got), 1.0, rtol=1e-3)

@@ -1,0 +1,83 @@
+"""Rotary embedding against the textbook formula in float64; scalings by what they promise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.ops.rope import (
+    Dynamic,
+    Linear,
+    Llama3,
+    Rope,
+    Yarn,
+    cos_sin,
+    fixed_frequencies,
+    rotate,
+)
+
+HEAD_DIM = 64
+THETA = 10000.0
+PLAIN = THETA ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+
+
+def angles(positions, rope: Rope) -> np.ndarray:
+    cos, sin = cos_sin(np.asarray(positions, np.int32), rope)
+    return np.arctan2(sin, cos)
+
+
+def test_rotation_is_a_complex_product(rng: np.random.Generator):
+    x = rng.standard_normal((5, 3, HEAD_DIM)).astype(np.float32)
+    positions = rng.integers(0, 1000, 5).astype(np.int32)
+    cos, sin = cos_sin(positions, Rope(THETA, HEAD_DIM))
+    got = np.asarray(rotate(x, cos, sin))
+    pairs = x[..., :32] + 1j * x[..., 32:]
+    turned = pairs * np.exp(1j * positions[:, None, None] * PLAIN)
+    np.testing.assert_allclose(got[..., :32], turned.real, atol=1e-3)
+    np.testing.assert_allclose(got[..., 32:], turned.imag, atol=1e-3)
+
+
+def test_rotation_keeps_the_dtype_and_computes_in_float32(rng: np.random.Generator):
+    x = rng.standard_normal((2, 1, HEAD_DIM)).astype(np.float16)
+    cos, sin = cos_sin(np.array([3, 70], np.int32), Rope(THETA, HEAD_DIM))
+    got = rotate(x, cos, sin)
+    assert got.dtype == np.float16
+    want = rotate(x.astype(np.float32), cos, sin)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want).astype(np.float16))
+
+
+def test_without_scaling():
+    np.testing.assert_allclose(fixed_frequencies(Rope(THETA, HEAD_DIM)), PLAIN, rtol=1e-6)
+
+
+def test_linear_divides_all():
+    scaled = fixed_frequencies(Rope(THETA, HEAD_DIM, Linear(4.0)))
+    np.testing.assert_allclose(scaled, PLAIN / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", [Llama3(8.0, 1.0, 4.0, 512), Yarn(8.0, 512, 1.0)])
+def test_high_frequencies_are_kept_and_low_ones_divided(scaling):
+    ratio = PLAIN / fixed_frequencies(Rope(THETA, HEAD_DIM, scaling))
+    assert ratio[0] == pytest.approx(1)
+    assert ratio[-1] == pytest.approx(8, rel=1e-5)
+    assert (np.diff(ratio) >= -1e-5).all()
+    assert ((ratio > 1.01) & (ratio < 7.9)).any()
+
+
+def test_yarn_scales_cosines_and_sines():
+    cos, sin = cos_sin(np.array([0, 9], np.int32), Rope(THETA, HEAD_DIM, Yarn(4.0, 512, 1.5)))
+    np.testing.assert_allclose(np.hypot(cos, sin), 1.5, rtol=1e-5)
+
+
+def test_dynamic_is_plain_within_the_original_length_and_slower_beyond():
+    rope, plain = Rope(THETA, HEAD_DIM, Dynamic(2.0, 100)), Rope(THETA, HEAD_DIM)
+    positions = np.arange(100)
+    np.testing.assert_allclose(angles(positions, rope), angles(positions, plain), atol=1e-5)
+    base = THETA * (2.0 * 151 / 100 - 1) ** (HEAD_DIM / (HEAD_DIM - 2))
+    want = 150 * base ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    np.testing.assert_allclose(np.exp(1j * angles([150], rope)[0]), np.exp(1j * want), atol=1e-4)
+
+
+def test_dynamic_depends_on_nothing_but_the_position():
+    rope = Rope(THETA, HEAD_DIM, Dynamic(2.0, 100))
+    np.testing.assert_array_equal(angles([150, 7, 900], rope)[0], angles([150, 3, 4], rope)[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,10 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import CheckpointError, InvalidRequestError
-
-SPACE_MARK = "\u2581"
-"""How tokenizers in the manner of sentencepiece write a space."""
+from jaxserve.token_bytes import byte_rule
 
 MAX_IDS = 2**32
 """The backend takes ids below this."""
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Pieces(dict[int, "str | bytes"]):
@@ -83,7 +78,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added = {i: token.content.encode() for i, token in added.items()}
-        self._to_bytes, self._strips_first_space = _byte_rule(backend)
+        self._to_bytes, self._strips_first_space = byte_rule(backend)
         self._visible = Pieces(self.token_bytes, self.special_ids)
         self._all = Pieces(self.token_bytes, frozenset())
         self._prefix = self._find_prefix(add_bos)
@@ -206,59 +201,6 @@ def _mark_special(backend: Backend, texts: Iterable[str]) -> None:
             if text not in special and backend.token_to_id(text) is not None
         ]
     )
-
-
-def _byte_rule(backend: Backend) -> tuple[Callable[[str], bytes], bool]:
-    """How the bytes of a token follow from its name, and whether decoding strips a space."""
-    decoder: dict[str, Any] = (
-        json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
-    )
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    kinds = {step["type"] for step in steps}
-    if kinds == {"ByteLevel"}:
-        return _byte_level, False
-    if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-        strips = any(
-            (step["type"] == "Strip" and step["content"] == " " and step["start"] == 1)
-            or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
-            for step in steps
-        )
-        return _with_byte_fallback if "ByteFallback" in kinds else _spaced, strips
-    raise CheckpointError(
-        f"the tokenizer decodes with {sorted(kinds)}, which is not supported; expected byte-level "
-        "or sentencepiece style"
-    )
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that stand for the 256 bytes in byte-level vocabularies.
-
-    Printable Latin-1 characters stand for themselves, the others are moved up from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = sorted(set(range(256)) - set(printable))
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(moved)
-    }
-
-
-_BYTE_OF = _byte_level_alphabet()
-
-
-def _byte_level(token: str) -> bytes:
-    try:
-        return bytes([_BYTE_OF[char] for char in token])
-    except KeyError:  # not in the alphabet, so it can only be meant as it is written
-        return token.encode()
-
-
-def _spaced(token: str) -> bytes:
-    return token.replace(SPACE_MARK, " ").encode()
-
-
-def _with_byte_fallback(token: str) -> bytes:
-    match = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(match[1], 16)]) if match else _spaced(token)
 
 
 def _convert_with_transformers(folder: Path) -> Backend:

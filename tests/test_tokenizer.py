@@ -154,10 +154,18 @@ def test_unfinished_bytes_do_not_spoil_their_neighbours() -> None:
     assert tokenizer.decode([*ids, ids[-1]]) == "H€\ufffd"
 
 
-def test_unknown_decoders_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("decoder", "complaint"),
+    [
+        (decoders.WordPiece(), "WordPiece"),
+        (decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()]), "Replace"),
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]), "ByteLevel"),
+    ],
+)
+def test_unknown_decoders_are_refused(decoder: Any, complaint: str) -> None:
     backend = tiny_backend()
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(CheckpointError, match="WordPiece"):
+    backend.decoder = decoder
+    with pytest.raises(CheckpointError, match=complaint):
         Tokenizer(backend, special_tokens={})
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -24,7 +25,10 @@ program_id = pl.program_id
 
 def load(ref: Any, mask: jax.Array | None = None, *, other: int = 0) -> jax.Array:
     """What ``ref`` (a reference, or ``reference.at[index]``) holds; ``other`` where masked off."""
-    return plgpu.load(ref, mask=mask, other=None if mask is None else other)
+    if mask is None:
+        return plgpu.load(ref)
+    kind = float if jnp.issubdtype(ref.dtype, jnp.floating) else int  # not converted by itself
+    return plgpu.load(ref, mask=mask, other=kind(other))
 
 
 def power_of_two(n: int) -> int:

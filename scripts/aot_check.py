@@ -21,20 +21,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
-import jax  # noqa: E402
-from aot_cases import Case, cases  # noqa: E402
+import jax
+from aot_cases import Case, cases
 
-from pallas_kernels import deviceless  # noqa: E402
+from pallas_kernels import deviceless
 
 # Of one multiprocessor of an H200.
 REGISTERS = 65536
@@ -177,36 +173,43 @@ def find_ptxas() -> str | None:
     return shutil.which("ptxas", path=places)
 
 
-def main() -> int:
+def check(case: Case, folder: Path, ptxas: str) -> tuple[int, int]:
+    """Compiles a case and prints its lines; returns how many kernels are good, and how many bad."""
+    try:
+        reports = compile_case(case, folder / re.sub(r"\W+", "_", case.name), ptxas)
+    except Exception as error:  # whatever the compiler may raise is a line of the table
+        print(f"{case.name:34s} FAILED: {type(error).__name__}: {error}", flush=True)
+        return 0, 1
+    for report in reports:
+        print(report.row(case.name), "SPILLS" if report.spilled else "", flush=True)
+    num_bad = sum(report.spilled > 0 for report in reports)
+    return len(reports) - num_bad, num_bad
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--filter", default="", help="only the cases whose name matches")
     parser.add_argument("--dump", type=Path, help="keep the compiler's files in this folder")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     ptxas = find_ptxas()
     if not deviceless.is_available() or ptxas is None:
         missing = "ptxas" if deviceless.is_available() else "the wheel jax-cuda13-plugin"
         print(f"cannot compile for a GPU here: {missing} is missing", file=sys.stderr)
         return 2
+    # The CUDA plugin is a compiler here, not a device.
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     print(f"jax {jax.__version__}, for {deviceless.DEVICE}")
     print(COLUMNS.format(*HEADER))
-    bad = done = 0
+    num_good, num_bad = 0, 0
     with tempfile.TemporaryDirectory() as scratch:
         for case in cases():
-            if not re.search(options.filter, case.name):
-                continue
-            folder = (options.dump or Path(scratch)) / re.sub(r"\W+", "_", case.name)
-            try:
-                reports = compile_case(case, folder, ptxas)
-            except Exception as error:
-                bad += 1
-                print(f"{case.name:34s} FAILED: {type(error).__name__}: {error}", flush=True)
-                continue
-            for report in reports:
-                done += 1
-                bad += report.spilled > 0
-                print(report.row(case.name), "SPILLS" if report.spilled else "", flush=True)
-    print(f"{done} kernels, {bad} bad")
-    return 1 if bad or not done else 0
+            if re.search(options.filter, case.name):
+                good, bad = check(case, options.dump or Path(scratch), ptxas)
+                num_good, num_bad = num_good + good, num_bad + bad
+    print(f"{num_good} good, {num_bad} bad")
+    return 1 if num_bad or not num_good else 0
 
 
 if __name__ == "__main__":

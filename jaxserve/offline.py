@@ -24,13 +24,17 @@ from jaxserve.client import FACTORY, EngineClient
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.frontend import Frontend, Limits
-from jaxserve.openai import chat, completions
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest
+from jaxserve.openai.prompts import render_prompt
+from jaxserve.openai.protocol import ChatRequest
 from jaxserve.progress_lines import ProgressLines
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.served_model import ServedModel
 
 INTERRUPTED = 130
 """The exit code of a run that was interrupted, by whichever signal."""
+
+PROMPT_MAX_TOKENS = 256
+"""Length of the answer to a --prompt when none is asked for."""
 
 
 def main(argv: Sequence[str] | None = None, *, factory: str = FACTORY) -> int:
@@ -78,7 +82,9 @@ def make_parser() -> argparse.ArgumentParser:
     prompts.add_argument(
         "--raw", action="store_true", help="complete the text as it stands, without chat template"
     )
-    prompts.add_argument("--max-tokens", type=int, default=256, help="(default: 256)")
+    prompts.add_argument(
+        "--max-tokens", type=int, help=f"(default: {PROMPT_MAX_TOKENS}, as far as there is room)"
+    )
     prompts.add_argument("--temperature", type=float, help="(default: the model's)")
     prompts.add_argument("--seed", type=int, help="(default: drawn)")
     cli.add_engine_flags(parser)
@@ -143,22 +149,23 @@ async def _answer_file(args: argparse.Namespace, config: EngineConfig, factory: 
 
 
 async def _print_answer(frontend: Frontend, prompt: str, args: argparse.Namespace) -> None:
-    """Prints the pieces of an answer as they come."""
+    """Prints an answer piece by piece, as it comes."""
     if len(args.prompt) > 1:
         print(f"> {prompt}")
-    sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
     if args.raw or frontend.chat_template is None:
-        request = CompletionRequest(prompt=prompt, **sampling)
-        async with aclosing(
-            completions.stream(await completions.prepare(frontend, request))
-        ) as chunks:
-            async for chunk in chunks:
-                print(chunk.choices[0].text, end="", flush=True)
+        ids = await frontend.encode(prompt)
     else:
-        request = ChatRequest(messages=[{"role": "user", "content": prompt}], **sampling)
-        async with aclosing(chat.stream(await chat.prepare(frontend, request))) as chunks:
-            async for chunk in chunks:
-                print(chunk.choices[0].delta.content or "", end="", flush=True)
+        messages = [{"role": "user", "content": prompt}]
+        text = await render_prompt(frontend, ChatRequest(messages=messages))
+        # The template writes the special tokens itself.
+        ids = await frontend.encode(text, add_special_tokens=False)
+    given = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed")}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    params = SamplingParams(**{**frontend.defaults.sampling, **sampling})
+    answer = frontend.generate_batch([ids], params, default_max_tokens=PROMPT_MAX_TOKENS)
+    async with aclosing(answer) as deltas:
+        async for delta in deltas:
+            print(delta.text, end="", flush=True)
     print()
 
 

@@ -55,6 +55,12 @@ def test_prompts_are_answered_on_the_spot(front_checkpoint: Path, capsys) -> Non
     assert capsys.readouterr().out == f"> hello\n{chat}" * 2
 
 
+def test_an_answer_is_as_long_as_there_is_room(front_checkpoint: Path, capsys) -> None:
+    argv = ["--model", str(front_checkpoint), "--prompt", "hello", "--temperature", "0"]
+    assert main([*argv, "--max-model-len", "64"], factory=FACTORY) == 0
+    assert len(capsys.readouterr().out) > 1
+
+
 def test_flags_of_the_engine_reach_it(front_checkpoint: Path, capsys) -> None:
     argv = ["--model", str(front_checkpoint), "--prompt", "hello " * 20, "--raw"]
     assert main([*argv, "--max-model-len", "16"], factory=FACTORY) == 1

@@ -16,13 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.bench.server_process import ServerProcess
 from jaxserve.testing.tiny import write_checkpoint
 
-# Programs for few shapes, so that a server starts in seconds, and fewer blocks than 16 long
-# requests want.
+# Few programs to compile, and fewer blocks than 8 long requests want.
 SETTINGS = {
     "dtype": "float32",
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 64,
-    "num_blocks": 40,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+    "num_blocks": 24,
 }
 
 

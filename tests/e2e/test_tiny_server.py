@@ -38,7 +38,7 @@ async def stream_text(client: openai.AsyncOpenAI, request: dict) -> tuple[str, s
 
 
 async def test_64_streams_at_once_are_each_as_if_alone(server) -> None:
-    """Of the 16 that run at a time, the blocks hold about a third."""
+    """Of the 8 that run at a time, the blocks hold about a half."""
     requests = make_requests(64, seed=1)
     with server.client() as client:
         alone = [client.completions.create(**request).choices[0] for request in requests]

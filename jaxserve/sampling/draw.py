@@ -14,11 +14,9 @@ from jaxserve.sampling.vocabulary import GROUP, grouped
 def row_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
     """key[R]: a random key for each row, a function of its seed u32[R, 2] and position i32[R]."""
 
-    def key(seed: jax.Array, position: jax.Array) -> jax.Array:
-        low = jax.random.fold_in(jax.random.key(0), seed[0])
-        return jax.random.fold_in(jax.random.fold_in(low, seed[1]), position)
-
-    return jax.vmap(key)(seeds, positions)
+    # A key of this kind is the seed itself, high half first.
+    keys = jax.random.wrap_key_data(seeds[:, ::-1], impl="threefry2x32")
+    return jax.vmap(jax.random.fold_in)(keys, positions)
 
 
 class _Round(NamedTuple):

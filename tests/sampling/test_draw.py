@@ -91,5 +91,5 @@ def test_a_key_is_a_function_of_both_halves_of_the_seed_and_of_the_position():
 
 def test_nan_ends_and_gives_a_token_in_range():
     keys = row_keys(jnp.zeros((2, 2), jnp.uint32), jnp.zeros(2, jnp.int32))
-    tokens = draw(jnp.full((2, 1000), jnp.nan), keys, jnp.array([0.5, 1.0]))
+    tokens = jax.jit(draw)(jnp.full((2, 1000), jnp.nan), keys, jnp.array([0.5, 1.0]))
     assert np.all((np.asarray(tokens) >= 0) & (np.asarray(tokens) < 1000))

@@ -42,12 +42,14 @@ def test_they_are_those_of_the_model_not_of_the_changed_logits(make_rows):
     logits = np.random.default_rng(1).normal(size=(3, 200)).astype(np.float32)
     rows = make_rows(3, 200, temperature=0.3, top_k=2)
     features = SamplingFeatures(random=True, filters=True, num_logprobs=20)
-    _, sampled = sample(jnp.asarray(logits), jnp.zeros(3, jnp.int32), rows, features=features)
+    jitted = jax.jit(sample, static_argnames="features")
+    _, sampled = jitted(jnp.asarray(logits), jnp.zeros(3, jnp.int32), rows, features=features)
     expected = reference(logits)
     tokens = np.asarray(sampled.tokens)
     np.testing.assert_allclose(
         sampled.logprobs.sampled, expected[np.arange(3), tokens], rtol=1e-5, atol=1e-5
     )
     greedy = dataclasses.replace(features, random=False)
-    _, sampled = sample(jnp.asarray(logits), jnp.zeros(3, jnp.int32), rows, features=greedy)
+    jitted = jax.jit(sample, static_argnames="features")
+    _, sampled = jitted(jnp.asarray(logits), jnp.zeros(3, jnp.int32), rows, features=greedy)
     np.testing.assert_array_equal(sampled.logprobs.top_ids[:, 0], sampled.tokens)

@@ -1,0 +1,132 @@
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxserve.config import (
+    CacheConfig,
+    CompileConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from jaxserve.engine.built import BuiltEngine
+from jaxserve.engine.factory import build
+from jaxserve.errors import ConfigError
+from jaxserve.messages import Progress, Submit
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing.tiny import write_checkpoint
+
+OPTIONS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+    "jax_traceback_in_locations_limit",
+)
+
+
+@pytest.fixture(autouse=True)
+def _options_of_jax() -> Iterator[None]:
+    """An engine process has jax to itself; the tests share it."""
+    before = {option: getattr(jax.config, option) for option in OPTIONS}
+    yield
+    for option, value in before.items():
+        jax.config.update(option, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = tmp_path_factory.mktemp("models")
+    write_checkpoint(folder / "tiny")
+    return EngineConfig(
+        model=ModelConfig(model=str(folder / "tiny"), max_model_len=64),
+        cache=CacheConfig(num_blocks=33, block_size=4),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16),
+        compile=CompileConfig(compilation_cache_dir=str(folder / "compiled")),
+    )
+
+
+def generate(built: BuiltEngine, prompts: list[list[int]]) -> list[list[int]]:
+    """Eight greedy tokens for each prompt."""
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_tokens=8, seed=0)
+        built.core.add(Submit(str(i), prompt, params))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    while built.core.has_work:
+        for output in built.core.step(time.monotonic()):
+            tokens[int(output.request_id)] += output.token_ids
+    return tokens
+
+
+PROMPTS = [[5, 6, 7], list(range(40)), [300]]
+
+
+def test_an_engine_serves_what_it_was_built_for_and_the_next_start_compiles_nothing(config):
+    reports: list[Progress] = []
+    built = build(config, 1, reports.append)
+    ready = built.ready
+    assert (ready.engine, ready.max_model_len, ready.vocab_size) == (1, 64, 512)
+    assert (ready.block_size, ready.num_blocks) == (4, 33)
+    assert (ready.max_num_seqs, ready.max_num_batched_tokens) == (2, 16)
+    settled = {what: value for what, value, _ in ready.decisions}
+    assert settled["model"] == "tiny"
+    assert settled["dtype"] == "float32"
+    assert settled["attention"] == "xla"
+    assert settled["layers"] == "scan"
+    assert {"device", "context", "KV cache", "compiled programs"} <= set(settled)
+
+    ended = [report for report in reports if report.seconds is not None]
+    assert [report.phase for report in ended] == ["load weights", "allocate KV cache", "compile"]
+    assert all(report.done == report.total > 0 for report in ended)
+    assert ended[-1].total == ready.num_compilations
+
+    tokens = generate(built, PROMPTS)
+    assert [len(each) for each in tokens] == [8, 8, 8]
+    assert built.core.stats().total_compilations == ready.num_compilations
+
+    folder = Path(config.compile.compilation_cache_dir)
+    assert folder.stat().st_mode & 0o077 == 0
+    programs = {path.name for path in folder.iterdir() if path.name.endswith("-cache")}
+    assert len(programs) >= ready.num_compilations
+    jax.clear_caches()
+    again = build(config, 0, reports.append)
+    assert {path.name for path in folder.iterdir() if path.name.endswith("-cache")} == programs
+    assert generate(again, PROMPTS) == tokens
+
+
+def test_loop_and_depth_do_not_change_the_tokens(config):
+    tokens = []
+    for loop, overlapped in [("scan", False), ("unroll", True)]:
+        scheduler = dataclasses.replace(config.scheduler, async_scheduling=overlapped)
+        program = CompileConfig(layer_loop=loop, warmup=False, compilation_cache_dir="")
+        changed = dataclasses.replace(config, scheduler=scheduler, compile=program)
+        tokens.append(generate(build(changed, 0, lambda _: None), PROMPTS))
+    assert tokens[0] == tokens[1]
+
+
+def test_without_warm_up_nothing_is_compiled_at_the_start(config):
+    cold = dataclasses.replace(
+        config, compile=CompileConfig(warmup=False, compilation_cache_dir="")
+    )
+    ready = build(cold, 0, lambda _: None).ready
+    assert ready.num_compilations == 0
+    assert ("compiled programs", "not kept", "as asked") in ready.decisions
+
+
+def test_a_folder_that_cannot_be_made_is_done_without(config, tmp_path):
+    (tmp_path / "file").touch()
+    blocked = CompileConfig(warmup=False, compilation_cache_dir=str(tmp_path / "file" / "in"))
+    ready = build(dataclasses.replace(config, compile=blocked), 0, lambda _: None).ready
+    (why,) = [why for what, _, why in ready.decisions if what == "compiled programs"]
+    assert why.startswith(f"cannot make {tmp_path}")
+
+
+def test_impossible_settings_are_refused(config):
+    too_long = dataclasses.replace(config.model, max_model_len=100_000)
+    with pytest.raises(ConfigError, match="--max-model-len 100000"):
+        build(dataclasses.replace(config, model=too_long), 0, lambda _: None)

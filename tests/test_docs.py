@@ -1,0 +1,46 @@
+"""What the documents name is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import server.__main__
+from jaxserve import offline
+from jaxserve.bench import __main__ as bench
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Of scripts/lint and of pytest; and files that docs/extending.md proposes.
+OTHER_FLAGS = {"--fix", "--help"}
+PROPOSED = {"example.py", "example_attention.py", "count.py"}
+
+
+def ids(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
+def test_flags_exist(document: Path) -> None:
+    known = set(OTHER_FLAGS)
+    for parser in (server.__main__._parser(), offline.make_parser(), bench.make_parser()):
+        known |= parser._option_string_actions.keys()
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", document.read_text()))
+    assert named - known == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
+def test_files_exist(document: Path) -> None:
+    named = set(re.findall(r"[\w./]*\w\.(?:py|md)\b", document.read_text()))
+    folders = (ROOT, ROOT / "jaxserve", ROOT / "docs")
+    packages = (ROOT / "jaxserve", ROOT / "server", ROOT / "pallas_kernels")
+    anywhere = {path.name for package in packages for path in package.rglob("*.py")}
+    missing = {
+        name
+        for name in named
+        if not any((folder / name).exists() for folder in folders)
+        and name not in anywhere
+        and Path(name).name not in PROPOSED
+    }
+    assert missing == set()

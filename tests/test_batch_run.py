@@ -128,15 +128,15 @@ async def test_bad_lines_become_errors_and_the_run_goes_on(batch: Batch) -> None
 
 async def test_an_unexpected_error_costs_one_request(batch: Batch, monkeypatch, caplog) -> None:
     frontend, _ = make_frontend()
-    encode = frontend.encode
+    generate = frontend.generate_batch
 
-    async def fails(text: str, **options):
-        if text == "poison":
+    def fails(prompts: list[list[int]], *args, **options):
+        if prompts == [[1, 2, 3]]:
             raise RuntimeError("secret")
-        return await encode(text, **options)
+        return generate(prompts, *args, **options)
 
-    monkeypatch.setattr(frontend, "encode", fails)
-    batch.write(completion("a", prompt="poison"), completion("b"))
+    monkeypatch.setattr(frontend, "generate_batch", fails)
+    batch.write(completion("a", prompt=[1, 2, 3]), completion("b"))
     await batch.run(frontend)
     results = batch.results()
     assert results["a"]["response"]["status_code"] == 500

@@ -126,9 +126,11 @@ async def test_a_slow_reader_gets_all_that_came_in_one(start) -> None:
         while engine.stats[0].total_generation_tokens < 50:
             await asyncio.sleep(0.005)
     rest = [output async for output in outputs]
-    assert len(rest) == 1
-    assert rest[0].finish_reason == FinishReason.LENGTH
-    assert tokens + rest[0].token_ids == expected([7], max_tokens=50)
+    assert len(rest) <= 1  # none if all had come before the first was read
+    for output in rest:
+        tokens += output.token_ids
+        assert output.finish_reason == FinishReason.LENGTH
+    assert tokens == expected([7], max_tokens=50)
 
 
 async def test_a_failing_step_fails_every_request(start) -> None:

@@ -214,15 +214,22 @@ def test_a_closed_llm_says_so(front_checkpoint: Path) -> None:
         generate(llm, [[1]])
 
 
+def ended(threads: set[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(timeout=20)
+    return not any(thread.is_alive() for thread in threads)
+
+
 def test_a_forgotten_llm_ends_its_threads(front_checkpoint: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     llm = make(front_checkpoint)
     gone = weakref.ref(llm)
-    assert threading.active_count() > before
+    started = set(threading.enumerate()) - before
+    assert {"engine", "llm"} <= {thread.name for thread in started}
     del llm
     gc.collect()
     assert gone() is None
-    assert threading.active_count() == before
+    assert ended(started)
 
 
 def test_settings_find_their_groups() -> None:
@@ -239,11 +246,11 @@ def test_a_setting_that_is_none_is_refused() -> None:
 
 
 def test_bad_models_and_settings_are_refused(front_checkpoint: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(CheckpointError):
         LLM("/no/such/model", show_progress=False)
     with pytest.raises(ConfigError, match="data_parallel_size must be 1"):
         make(front_checkpoint, data_parallel_size=2)
     with pytest.raises(ConfigError, match="policy"):
         make(front_checkpoint, policy="fastest")
-    assert threading.active_count() == before
+    assert ended(set(threading.enumerate()) - before)

@@ -270,7 +270,8 @@ def test_an_error_of_ours_is_a_traceback_and_its_last_line_once_more(tmp_path):
 
 def test_what_an_engine_prints_goes_to_standard_error(tmp_path):
     (tmp_path / "talking.py").write_text(
-        "def build(*args):\n    print('a line of a library', flush=True)\n    raise SystemExit(3)\n"
+        "import os\n"
+        "def build(*args):\n    os.write(1, b'a line of a library\\n')\n    raise SystemExit(3)\n"
     )
     with start_front(tmp_path, factory="talking:build") as front:
         stdout, stderr = front.communicate(timeout=60)

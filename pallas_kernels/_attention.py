@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import _triton, limits
 
@@ -42,7 +43,7 @@ class Attention:
     group: int
     head_dim: int
     block_size: int
-    dot_dtype: Any
+    dot_dtype: DTypeLike
     scale: float
     window: int | None
     soft_cap: float | None
@@ -78,16 +79,12 @@ class Attention:
             raise ValueError(f"window must be at least 1 token, got {window}")
         if soft_cap is not None and soft_cap <= 0:
             raise ValueError(f"soft_cap must be positive, got {soft_cap}")
-        if limits.is_quantized(k_cache.dtype):
-            dot_dtype = q.dtype  # holds every 8-bit entry exactly
-        else:
-            dot_dtype = jnp.promote_types(q.dtype, k_cache.dtype)
         return Attention(
             num_kv_heads=num_kv_heads,
             group=num_heads // num_kv_heads,
             head_dim=head_dim,
             block_size=block_size,
-            dot_dtype=dot_dtype,
+            dot_dtype=limits.dot_dtype(q.dtype, k_cache.dtype),
             scale=scale,
             window=window,
             soft_cap=soft_cap,

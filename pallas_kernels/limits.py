@@ -22,6 +22,13 @@ def is_quantized(cache_dtype: DTypeLike) -> bool:
     return jnp.dtype(cache_dtype).name in QUANTIZED_DTYPES
 
 
+def dot_dtype(dtype: DTypeLike, cache_dtype: DTypeLike) -> DTypeLike:
+    """The dtype of the operands of the matrix products: exact for the queries and the cache."""
+    if is_quantized(cache_dtype):
+        return dtype  # any of `DTYPES` holds every 8-bit entry exactly
+    return jnp.promote_types(dtype, cache_dtype)
+
+
 def check_supported(
     *,
     head_dim: int,

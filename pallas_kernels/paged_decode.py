@@ -86,7 +86,7 @@ def paged_decode(
     limits.check_shape("block_tables", block_tables, (num_rows, width))
     limits.check_shape("seq_lens", seq_lens, (num_rows,))
     config = config or tuning.kernel_config(
-        tuning.DECODE, head_dim=head_dim, group=attention.group, dtype=q.dtype
+        tuning.DECODE, head_dim=head_dim, group=attention.group, dtype=attention.dot_dtype
     )
     num_splits = num_splits or tuning.decode_splits(
         num_rows=num_rows,

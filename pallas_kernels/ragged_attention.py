@@ -88,7 +88,10 @@ def ragged_attention(
     limits.check_shape("seq_lens", seq_lens, (num_rows,))
     limits.check_shape("query_start", query_start, (num_rows + 1,))
     config = config or tuning.kernel_config(
-        tuning.RAGGED, head_dim=attention.head_dim, group=attention.group, dtype=q.dtype
+        tuning.RAGGED,
+        head_dim=attention.head_dim,
+        group=attention.group,
+        dtype=attention.dot_dtype,
     )
     block_m = max(config.block_m, _triton.power_of_two(attention.group))
     block_q = block_m // attention.group

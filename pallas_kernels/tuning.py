@@ -43,8 +43,8 @@ class KernelConfig:
 class _Entry:
     """A line of the table: which calls it is for, and their configuration.
 
-    An entry matches heads of up to ``max_head_dim``, groups of up to ``max_group``, query dtypes of
-    up to ``max_itemsize`` bytes, and devices whose name contains ``device``.
+    An entry matches heads of up to ``max_head_dim``, groups of up to ``max_group``, operands of up
+    to ``max_itemsize`` bytes, and devices whose name contains ``device``.
     """
 
     kernel: str
@@ -74,7 +74,7 @@ def kernel_config(
       kernel: `DECODE` or `RAGGED`.
       head_dim: size of a head, at most 256.
       group: query heads that share a key head, at most 128.
-      dtype: of the queries, at most 4 bytes.
+      dtype: of the operands of the matrix products (`limits.dot_dtype`), at most 4 bytes.
       device: name of the device ("NVIDIA H200"), or "" where it is not known.
     """
     itemsize = jnp.dtype(dtype).itemsize

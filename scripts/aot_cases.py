@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import limits
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
@@ -61,6 +62,7 @@ MODELS = {
     "llama-8b int8": Heads(32, 8, 128, cache_dtype=jnp.int8),
     "gemma3-12b int8": Heads(16, 8, 256, cache_dtype=jnp.int8),
     "llama-8b f32": Heads(32, 8, 128, dtype=jnp.float32),
+    "llama-8b f32 cache": Heads(32, 8, 128, cache_dtype=jnp.float32),
     "gemma3-12b f32": Heads(16, 8, 256, dtype=jnp.float32),
     "tiny 4/2x32": Heads(4, 2, 32),
     "tiny 4/2x16": Heads(4, 2, 16),
@@ -134,7 +136,7 @@ def _cache(heads: Heads) -> Args:
 
 def _scales(heads: Heads) -> Args:
     """The scales of the cache, if it is one of 8 bits."""
-    if heads.cache_dtype is None:
+    if not limits.is_quantized(heads.cache_dtype or heads.dtype):
         return (None, None)
     return (jax.ShapeDtypeStruct((NUM_LAYERS, heads.num_kv_heads), jnp.float32),) * 2
 

@@ -93,7 +93,7 @@ def _attend(
         tuning.DECODE if meta.decode_only else tuning.RAGGED,
         head_dim=head_dim,
         group=num_heads // num_kv_heads,
-        dtype=q.dtype,
+        dtype=limits.dot_dtype(q.dtype, kv.k.dtype),
         device=device.kind,
     )
     options = {

@@ -201,7 +201,11 @@ def start_front(tmp_path, *, factory=FAKE, model="fake"):
         [sys.executable, script, factory, model],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+            "TMPDIR": str(tmp_path),  # for the sockets of a front that is killed
+        },
         text=True,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -81,8 +82,14 @@ class BatchBuilder:
                 targets[i] = part.row
         last = np.zeros(bucket.num_rows, np.int32)
         last[: len(parts)] = query_start[1 : len(parts) + 1] - 1
-        meta = self._meta(bucket, rows, starts, lengths, query_start)
-        return StepInputs(tokens, sources, meta, last, targets)  # type: ignore[arg-type]
+        arrays: dict[str, Any] = {
+            "tokens": tokens,
+            "sources": sources,
+            "meta": self._meta(bucket, rows, starts, lengths, query_start),
+            "last": last,
+            "targets": targets,
+        }
+        return StepInputs(**arrays)
 
     def _meta(
         self,
@@ -105,11 +112,11 @@ class BatchBuilder:
         block_tables[: len(rows)] = self._block_tables[rows, : bucket.table_width]
         seq_lens = np.zeros(bucket.num_rows, np.int32)
         seq_lens[: len(rows)] = starts + lengths
-        return AttentionMeta(
-            positions=positions,  # type: ignore[arg-type]
-            slots=slots,  # type: ignore[arg-type]
-            block_tables=block_tables,  # type: ignore[arg-type]
-            seq_lens=seq_lens,  # type: ignore[arg-type]
-            query_start=query_start,  # type: ignore[arg-type]
-            decode_only=bucket.decode_only,
-        )
+        arrays: dict[str, Any] = {
+            "positions": positions,
+            "slots": slots,
+            "block_tables": block_tables,
+            "seq_lens": seq_lens,
+            "query_start": query_start,
+        }
+        return AttentionMeta(**arrays, decode_only=bucket.decode_only)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -96,17 +97,20 @@ class SamplingBatchBuilder:
             return out
 
         temperature, top_p, min_p, repetition, frequency, presence = self._floats
-        return SamplingRows(  # type: ignore[arg-type]
-            targets=targets,
-            positions=positions,
-            seeds=spread(self._seeds, 0),
-            temperature=spread(temperature, 0),
-            top_k=spread(self._top_k, self._vocab_size),
-            top_p=spread(top_p, 1),
-            min_p=spread(min_p, 0),
-            repetition=spread(repetition, 1),
-            frequency=spread(frequency, 0),
-            presence=spread(presence, 0),
+        arrays: dict[str, Any] = {
+            "targets": targets,
+            "positions": positions,
+            "seeds": spread(self._seeds, 0),
+            "temperature": spread(temperature, 0),
+            "top_k": spread(self._top_k, self._vocab_size),
+            "top_p": spread(top_p, 1),
+            "min_p": spread(min_p, 0),
+            "repetition": spread(repetition, 1),
+            "frequency": spread(frequency, 0),
+            "presence": spread(presence, 0),
+        }
+        return SamplingRows(
+            **arrays,
             blocked=_blocked(parts, num_rows) if features.blocked else None,
             seen=self._seen(parts, num_rows) if features.penalties else None,
         )
@@ -125,12 +129,13 @@ class SamplingBatchBuilder:
             if part.num_unknown_tokens:
                 pending[i] = part.row
         size = _list_size(sum(map(len, ids)))
-        return SeenTokens(  # type: ignore[arg-type]
-            rows=_joined(rows, size, padding=num_rows),
-            ids=_joined(ids, size, padding=0),
-            counts=_joined(counts, size, padding=0),
-            pending=pending,
-        )
+        arrays: dict[str, Any] = {
+            "rows": _joined(rows, size, padding=num_rows),
+            "ids": _joined(ids, size, padding=0),
+            "counts": _joined(counts, size, padding=0),
+            "pending": pending,
+        }
+        return SeenTokens(**arrays)
 
     def _logprobs_size(self, k: int) -> int:
         size = next(size for size in LOGPROBS_SIZES if size >= k)
@@ -152,9 +157,11 @@ def _blocked(parts: Sequence[ScheduledRequest], num_rows: int) -> BlockedTokens:
     rows = [np.full(len(ids), i, np.int32) for i, ids in enumerate(per_part)]
     ids = [np.asarray(ids, np.int32) for ids in per_part]
     size = _list_size(sum(map(len, ids)))
-    return BlockedTokens(  # type: ignore[arg-type]
-        rows=_joined(rows, size, padding=num_rows), ids=_joined(ids, size, padding=0)
-    )
+    arrays: dict[str, Any] = {
+        "rows": _joined(rows, size, padding=num_rows),
+        "ids": _joined(ids, size, padding=0),
+    }
+    return BlockedTokens(**arrays)
 
 
 def _list_size(length: int) -> int:

@@ -22,7 +22,7 @@ from jaxserve.sampling_params import SamplingParams
 VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 300, 2, 4, 2, 8
 WIDTH = HEADS * HEAD_DIM
 SIZES = Sizes(
-    max_model_len=96, block_size=4, num_blocks=257, max_num_seqs=8, max_num_batched_tokens=32
+    max_model_len=96, block_size=4, num_blocks=257, max_num_seqs=4, max_num_batched_tokens=32
 )
 TABLE_WIDTHS = (8, 24)
 

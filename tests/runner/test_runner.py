@@ -189,8 +189,8 @@ def test_a_program_that_was_not_warmed_up_is_counted_and_logged_once(runner, gen
 
 def test_padding_leaves_live_tokens_and_slots_alone(runner):
     """Empty steps of every shape change nothing that a request could read."""
-    runner._state = runner._state.__class__(runner._state.kv, jnp.arange(8, dtype=jnp.int32) + 100)
+    runner._state = runner._state.__class__(runner._state.kv, jnp.arange(4, dtype=jnp.int32) + 100)
     before = np.asarray(runner._state.kv.k).copy()
     runner.warm_up(lambda *_: None)
-    np.testing.assert_array_equal(runner._state.last_tokens, np.arange(8) + 100)
+    np.testing.assert_array_equal(runner._state.last_tokens, np.arange(4) + 100)
     np.testing.assert_array_equal(runner._state.kv.k, before)

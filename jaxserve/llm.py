@@ -177,17 +177,16 @@ class LLM:
     ) -> list[LLMOutput]:
         texts = [await render_prompt(self._frontend, request) for request in requests]
         # The template writes the special tokens itself.
-        ids = [await self._frontend.encode(text, add_special_tokens=False) for text in texts]
+        ids = await self._frontend.encode_batch(texts, add_special_tokens=False)
         return await self._run(list(zip(texts, ids, strict=True)), params, use_tqdm)
 
     async def _generate(
         self, prompts: list[str | list[int]], params: Params, use_tqdm: bool
     ) -> list[LLMOutput]:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        ids = iter(await self._frontend.encode_batch(texts))
         encoded: list[Encoded] = [
-            (prompt, await self._frontend.encode(prompt))
-            if isinstance(prompt, str)
-            else (None, prompt)
-            for prompt in prompts
+            (prompt, next(ids)) if isinstance(prompt, str) else (None, prompt) for prompt in prompts
         ]
         return await self._run(encoded, params, use_tqdm)
 

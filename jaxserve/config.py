@@ -219,9 +219,7 @@ def resolve_sizes(
             f"{num_blocks * block_bytes / MIB:.0f} MiB, {why}",
         ),
     )
-    return Sizes(
-        max_model_len, cache.block_size, num_blocks, max_num_seqs, max_tokens, decisions
-    )
+    return Sizes(max_model_len, cache.block_size, num_blocks, max_num_seqs, max_tokens, decisions)
 
 
 def _cache_budget(cache: CacheConfig, device: Device, full_length_bytes: int) -> tuple[int, str]:

@@ -26,8 +26,10 @@ is written; where it needs text that has not arrived, it waits by itself (``yiel
             if not scan.out.knows(name) or (yield from scan.peek()) != "{":
                 continue                              # no call: find() makes it content
             scan.start_call(name)                     # what was held back is markup
-            if (yield from stream_object(scan)):      # arguments are passed on as they come
-                yield from scan.match(";")
+            if not (yield from stream_object(scan)):  # arguments are passed on as they come
+                continue
+            if (yield from scan.match(";")):
+                scan.drop()
 
 Nothing else is needed: a function that returns, or gives up on a call and searches on, loses no
 text. Never go back in the text; that keeps the time linear.

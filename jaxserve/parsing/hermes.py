@@ -1,4 +1,9 @@
-"""The form of Hermes, Qwen 2.5 and Qwen 3: <tool_call>{"name": ..., "arguments": ...}</tool_call>."""
+"""The form of Hermes, Qwen 2.5 and Qwen 3.
+
+<tool_call>
+{"name": "f", "arguments": {"a": 1}}
+</tool_call>
+"""
 
 from __future__ import annotations
 
@@ -15,9 +20,11 @@ def hermes(scan: Scanner) -> Steps[None]:
     tag = ""
     while tag == _OPEN or (yield from scan.find(_OPEN)):
         tag = ""
-        if (yield from json_calls(scan)):
+        yield from json_calls(scan)
+        if scan.in_call:
             yield from scan.skip(_SURPLUS)
+            scan.drop()
             tag = yield from scan.match(_CLOSE, _OPEN)
             if tag == _CLOSE:
                 scan.drop()
-                scan.in_call = False
+            scan.in_call = scan.in_call and not tag

@@ -11,22 +11,21 @@ _ARGUMENTS = ("arguments", "parameters")
 _HARMLESS = ("id", "type")  # other keys that a call may have
 
 
-def json_calls(scan: Scanner) -> Steps[bool]:
-    """Reads one call or an array of them, with white space before it; whether one was announced.
+def json_calls(scan: Scanner) -> Steps[None]:
+    """Reads one call or an array of them, with white space before it.
 
-    Stops at the first wrong character.
+    Stops at the first wrong character; `Scanner.in_call` tells whether it is within a call.
     """
     if (yield from scan.seek()) != "[":
-        return (yield from json_call(scan))
+        yield from json_call(scan)
+        return
     scan.advance()
-    num_before = scan.out.num_calls
     while (yield from json_call(scan)):
         yield from scan.skip()
         if not (yield from scan.accept(",")):
             if (yield from scan.accept("]")):
                 scan.drop()
             break
-    return scan.out.num_calls > num_before
 
 
 def json_call(scan: Scanner) -> Steps[bool]:

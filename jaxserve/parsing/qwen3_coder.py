@@ -35,8 +35,10 @@ def qwen3_coder(scan: Scanner) -> Steps[None]:
         elif tag == _FUNCTION:
             tag = yield from _function(scan)
         else:  # the end of a function
+            scan.drop()
             yield from scan.skip()
             tag = yield from scan.match(_END_CALL, _CALL, _FUNCTION)
+            scan.in_call = not tag
         if tag == _END_CALL:
             scan.drop()
             scan.in_call = False

@@ -30,10 +30,10 @@ def _read(scan: Scanner, is_open: bool) -> Steps[None]:
         yield from scan.skip()
         scan.drop()
     if is_open:
-        scan.reasons = True
+        scan.is_reasoning = True
         if not (yield from scan.find(_CLOSE)):
             return
         yield from scan.skip()
         scan.drop()
-        scan.reasons = False
+        scan.is_reasoning = False
     yield from scan.rest()

@@ -53,7 +53,7 @@ def reasoning_parser(name: str, *, prompt: str = "") -> Parser:
 
 
 def detect_tool_parser(chat_template: str) -> str | None:
-    """The format in which a chat template has the model write calls; None if there is none known."""
+    """The format in which a chat template has the model write calls; None if none is known."""
     if "<tool_call>" in chat_template:
         if "<arg_key>" in chat_template:  # GLM: like neither of the two
             return None

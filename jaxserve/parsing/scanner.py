@@ -29,18 +29,19 @@ class Scanner:
       out: where the events go.
       in_call: what is held back is the markup of a call that has been announced.
       passes_arguments: what is read is arguments, not to be held back.
-      reasons: text that is no markup is reasoning, not content.
+      is_reasoning: text that is no markup is reasoning, not content.
     """
 
     def __init__(self, out: EventWriter) -> None:
         self.out = out
         self.in_call = False
         self.passes_arguments = False
-        self.reasons = False
+        self.is_reasoning = False
         self._text = ""  # the last piece
         self._pos = 0  # in the last piece
         self._mark = 0  # where held-back text begins in the last piece
         self._held: list[str] = []  # held-back text of the pieces before
+        self._follows_call = False  # no text has been released since a call
         self._is_closed = False
 
     def feed(self, text: str) -> None:
@@ -64,16 +65,18 @@ class Scanner:
         return text
 
     def drop(self) -> None:
+        """Forgets the text held back."""
         self._held.clear()
         self._mark = self._pos
 
     def release(self) -> None:
+        """Makes the text held back content, or reasoning."""
         self._write(self.take())
 
     def settle(self) -> None:
-        """Releases what is held back at the end of an answer, unless it is part of a call."""
+        """Releases what is held back at the end of an answer, unless it is of or after a call."""
         text = self.take()
-        if not self.in_call and (self.out.num_calls == 0 or text.strip()):
+        if not self.in_call and not (self._follows_call and text.isspace()):
             self._write(text)
 
     def here(self) -> tuple[int, int]:
@@ -93,7 +96,7 @@ class Scanner:
     def start_call(self, name: str) -> None:
         """Announces a call. What is held back is its markup, and forgotten."""
         self.drop()
-        self.in_call = True
+        self.in_call = self._follows_call = True
         self.out.start_call(name)
 
     def pass_arguments(self) -> None:
@@ -227,7 +230,8 @@ class Scanner:
         return len(self._text)
 
     def _write(self, text: str) -> None:
-        if self.reasons:
+        self._follows_call = self._follows_call and not text
+        if self.is_reasoning:
             self.out.reasoning(text)
         else:
             self.out.content(text)

@@ -1,0 +1,77 @@
+"""Reads answers in pieces, and checks what every stream of events must keep to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from jaxserve.parsing.events import (
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.parsing.parser import Parser
+
+
+@dataclass
+class Answer:
+    """Events joined."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    num_complete: int = 0
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, ToolCallStart):
+            assert event.name
+            assert event.index == len(self.calls)
+            self.calls.append((event.name, ""))
+            return
+        assert event.text
+        if isinstance(event, ContentDelta):
+            self.content += event.text
+        elif isinstance(event, ReasoningDelta):
+            self.reasoning += event.text
+        else:
+            assert isinstance(event, ToolCallArguments)
+            assert event.index == len(self.calls) - 1
+            name, arguments = self.calls[-1]
+            self.calls[-1] = (name, arguments + event.text)
+
+
+def read_pieces(parser: Parser | MessageParser, *pieces: str) -> Answer:
+    answer = Answer()
+    for piece in pieces:
+        for event in parser.push(piece):
+            answer.add(event)
+    for event in parser.finish():
+        answer.add(event)
+    answer.num_complete = parser.num_complete_calls
+    return answer
+
+
+def read_everywhere(make: Callable[[], Parser | MessageParser], text: str) -> Answer:
+    """Reads a text whole, cut at every place, and by 1, 2, 3 and 7 characters."""
+    whole = read_pieces(make(), text)
+    for cut in range(len(text) + 1):
+        assert read_pieces(make(), text[:cut], text[cut:]) == whole, f"cut at {cut}"
+    for size in (1, 2, 3, 7):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert read_pieces(make(), *pieces) == whole, f"pieces of {size}"
+    return whole
+
+
+@pytest.fixture(scope="session")
+def read() -> Callable[..., Answer]:
+    """``read(parser, *pieces)``."""
+    return read_pieces
+
+
+@pytest.fixture(scope="session")
+def read_cut() -> Callable[..., Answer]:
+    """``read_cut(make_parser, text)``: the same wherever the text is cut."""
+    return read_everywhere

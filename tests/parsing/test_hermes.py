@@ -1,0 +1,164 @@
+import pytest
+
+from jaxserve.parsing.events import ContentDelta, ToolCallArguments, ToolCallStart
+from jaxserve.parsing.registry import tool_parser
+
+TOOLS = {"f": {}, "g": {}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, -2.5e3, "x\\"}"], "b": {}}}\n</tool_call>'
+ARGUMENTS = '{"a": [1, -2.5e3, "x\\"}"], "b": {}}'
+
+
+def hermes():
+    return tool_parser("hermes", TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("", "", []),
+        ("Just text < 5 and <b>.\n", "Just text < 5 and <b>.\n", []),
+        (CALL, "", [("f", ARGUMENTS)]),
+        (f"Let me see.\n{CALL}\n", "Let me see.", [("f", ARGUMENTS)]),
+        (f"{CALL}\n{CALL}", "", [("f", ARGUMENTS)] * 2),
+        (f"{CALL}{CALL} Done. ", " Done. ", [("f", ARGUMENTS)] * 2),
+        ('<tool_call>{"name":"g"}</tool_call>', "", [("g", "{}")]),
+        ('<tool_call>{"name":"g","arguments":null}</tool_call>', "", [("g", "{}")]),
+        # Arguments first, under another name, with further keys.
+        ('<tool_call>{"arguments":{"a":1},"name":"g"}</tool_call>', "", [("g", '{"a":1}')]),
+        (
+            '<tool_call>{"id":7,"name":"g","parameters":{"a":1},"why":[{}]}</tool_call>',
+            "",
+            [("g", '{"a":1}')],
+        ),
+        # Arguments as a text that holds JSON.
+        (
+            r'<tool_call>{"name":"g","arguments":"{\"a\": \"\u00e9\"}"}</tool_call>',
+            "",
+            [("g", '{"a": "é"}')],
+        ),
+        # Several calls in one pair of tags.
+        (
+            '<tool_call>[{"name":"f"}, {"name":"g","arguments":{}}]</tool_call>!',
+            "!",
+            [("f", "{}"), ("g", "{}")],
+        ),
+    ],
+)
+def test_well_formed_answers(read_cut, text, content, calls):
+    answer = read_cut(hermes, text)
+    assert (answer.content, answer.calls) == (content, calls)
+    assert answer.num_complete == len(calls)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        '{"name":"g","arguments":{}}}</tool_call>',
+        '{"name":"g","arguments":{}\n</tool_call>',
+        '{"name":"g","arguments":{}}',
+        '{"name":"g","arguments":{}}\n</tool',
+        '{"name":"g","arguments":{}}]} \n</tool_call>\n',
+        '{"name":"g","arguments":{}, oops}</tool_call>',
+    ],
+)
+def test_what_is_wrong_after_the_arguments_does_not_harm_the_call(read_cut, tail):
+    answer = read_cut(hermes, f"<tool_call>{tail}")
+    assert answer.calls == [("g", "{}")]
+    assert answer.num_complete == 1
+    assert "arguments" not in answer.content
+
+
+def test_a_missing_end_tag_does_not_hide_the_next_call(read_cut):
+    call = '<tool_call>{"name":"g","arguments":{}}\n'
+    answer = read_cut(hermes, call * 3)
+    assert (answer.content, answer.calls) == ("", [("g", "{}")] * 3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Sure <tool_c",
+        'Hi <tool_call>{"na',
+        "<tool_call>",
+        "<tool_call>\n\n",
+        "<tool_call></tool_call>",
+        "<tool_call>get_weather(city)</tool_call>",
+        '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "\\ud800"}</tool_call>',
+        '<tool_call>{"name": "f" "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "age": 5}</tool_call>',
+        '<tool_call>{"arguments": {"a": tru}, "name": "f"}</tool_call>',
+        "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
+        '<tool_call>{"name": "f",',
+        '<tool_call>{"name": "f", "arguments": ',
+        '<tool_call>{"name": "unknown", "arguments": {"name": "f"}}</tool_call>\nWell.',
+        '<tool_call>{"arguments": {}, "name": "unknown"}</tool_call>',
+    ],
+)
+def test_what_is_no_call_is_content_to_the_letter(read_cut, text):
+    answer = read_cut(hermes, text)
+    assert (answer.content, answer.calls) == (text, [])
+
+
+def test_a_call_follows_one_that_was_none(read_cut):
+    text = 'a <tool_call>{"name": "f\n<tool_call>{"name": "g", "arguments": {}}</tool_call> b'
+    answer = read_cut(hermes, text)
+    assert answer.content == 'a <tool_call>{"name": "f b'
+    assert answer.calls == [("g", "{}")]
+
+
+def test_a_call_cut_within_its_arguments_stays_a_partial_call(read_cut):
+    answer = read_cut(hermes, 'x <tool_call>{"name": "f", "arguments": {"a": "b\\')
+    assert (answer.content, answer.calls) == ("x", [("f", '{"a": "b\\')])
+    assert answer.num_complete == 0
+
+
+def test_arguments_that_go_wrong_end_there(read_cut):
+    answer = read_cut(hermes, '<tool_call>{"name": "f", "arguments": {"a": 1, b: 2}}</tool_call>')
+    assert answer.calls == [("f", '{"a": 1, ')]
+    assert answer.num_complete == 0
+    assert answer.content == "b: 2}}</tool_call>"
+
+
+def test_control_characters_in_strings_become_escapes(read_cut):
+    text = '<tool_call>{"name": "f", "arguments": {"code": "a\n\tb\x00"}}</tool_call>'
+    answer = read_cut(hermes, text)
+    assert answer.calls == [("f", '{"code": "a\\u000a\\u0009b\\u0000"}')]
+
+
+def test_arguments_are_passed_on_as_they_come():
+    parser = hermes()
+    assert parser.push('Yes. <tool_call>{"name": "f", "argum') == [ContentDelta("Yes.")]
+    assert parser.push('ents": ') == []
+    assert parser.push('{"a') == [ToolCallStart(0, "f"), ToolCallArguments(0, '{"a')]
+    assert parser.push('": ') == [ToolCallArguments(0, '": ')]
+    assert parser.push("1}}</tool_call> B") == [ToolCallArguments(0, "1}"), ContentDelta(" B")]
+    assert parser.push("ye <") == [ContentDelta("ye")]
+    assert parser.finish() == [ContentDelta(" <")]
+
+
+def test_without_tools_every_name_can_be_called(read):
+    text = '<tool_call>{"name": "any.name-1"}</tool_call><tool_call>{"name": "no name"}</tool_call>'
+    answer = read(tool_parser("hermes"), text)
+    assert answer.calls == [("any.name-1", "{}")]
+    assert answer.content == '<tool_call>{"name": "no name"}</tool_call>'
+
+
+def test_with_no_tools_nothing_is_a_call(read):
+    assert read(tool_parser("hermes", {}), CALL).content == CALL
+
+
+def test_an_unknown_call_after_a_known_one_is_content(read_cut):
+    answer = read_cut(hermes, '<tool_call>[{"name":"f"}, {"name":"x"}]</tool_call>')
+    assert (answer.content, answer.calls) == (', {"name":"x"}]</tool_call>', [("f", "{}")])
+
+
+@pytest.mark.parametrize("end", ["</tool_call>", ""])
+@pytest.mark.parametrize("half", ["<tool_call>", '<tool_call>{"na'])
+def test_half_of_a_second_call_is_content(read_cut, end, half):
+    answer = read_cut(hermes, f'<tool_call>{{"name":"f"}}{end}{half}')
+    assert (answer.content, answer.calls) == (half, [("f", "{}")])

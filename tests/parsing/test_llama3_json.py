@@ -1,0 +1,59 @@
+import pytest
+
+from jaxserve.parsing.registry import tool_parser
+
+TOOLS = {"f": {}, "g": {}}
+CALL = '{"name": "f", "parameters": {"a": "x; {"}}'
+ARGUMENTS = '{"a": "x; {"}'
+TAG = "<|python_tag|>"
+
+
+def llama3_json():
+    return tool_parser("llama3_json", TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "num_calls"),
+    [
+        (CALL, "", 1),
+        (f"\n\n{CALL}\n", "", 1),
+        (f"{TAG}{CALL}", "", 1),
+        (f"{CALL}; {CALL};{CALL}", "", 3),
+        (f"{CALL}\n{CALL}", "", 2),
+        (f"{TAG} {CALL}; {TAG}{CALL}", "", 2),
+        (f"Right. {TAG}{CALL}", "Right.", 1),
+        (f"{CALL}; so be it", "; so be it", 1),
+        (f"{CALL}; <b> {TAG}{CALL}", "; <b>", 2),
+        (f"{CALL}; ", "", 1),
+        (f"{CALL};\n{TAG[:7]}", "", 1),
+    ],
+)
+def test_calls(read_cut, text, content, num_calls):
+    answer = read_cut(llama3_json, text)
+    assert (answer.content, answer.calls) == (content, [("f", ARGUMENTS)] * num_calls)
+    assert answer.num_complete == num_calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"For example: {CALL}",
+        '{"name": "Alice", "age": 30}',
+        '{"name": "f", "age": 30}',
+        '{"answer": {"name": "f", "parameters": {}}}',
+        f"{TAG}print(1)",
+        "{}",
+        "{",
+        '  {"name": "f"',
+        TAG[:5],
+        TAG,
+    ],
+)
+def test_what_is_no_call_is_content_to_the_letter(read_cut, text):
+    answer = read_cut(llama3_json, text)
+    assert (answer.content, answer.calls) == (text, [])
+
+
+def test_a_second_call_cut_in_half_is_content(read_cut):
+    answer = read_cut(llama3_json, f'{CALL}; {{"name": "g"')
+    assert (answer.content, len(answer.calls)) == ('; {"name": "g"', 1)

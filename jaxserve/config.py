@@ -198,8 +198,8 @@ def resolve_sizes(
         )
     if asked_len is not None and asked_len > largest:
         raise ConfigError(
-            f"--max-model-len {asked_len} does not fit the KV cache of {num_blocks} blocks ({why}); "
-            f"the largest that fits is {largest}"
+            f"--max-model-len {asked_len} does not fit the KV cache of {num_blocks} blocks "
+            f"({why}); the largest that fits is {largest}"
         )
     max_model_len = min(wanted_len, largest)
     full = (num_blocks - 1) // _blocks_for(max_model_len, cache.block_size)
@@ -250,7 +250,8 @@ def _check_positive(config: EngineConfig) -> None:
             raise ConfigError(f"{flag} must be at least 1, got {value}")
     if config.cache.num_blocks is not None and config.cache.num_blocks < 2:
         raise ConfigError(
-            f"--num-blocks must be at least 2 (block 0 is never used), got {config.cache.num_blocks}"
+            "--num-blocks must be at least 2 (block 0 is never used), got "
+            f"{config.cache.num_blocks}"
         )
     if not 0 < config.cache.memory_fraction <= 1:
         raise ConfigError(

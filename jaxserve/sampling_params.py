@@ -141,7 +141,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 def check_ids(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) -> None:
     """Raises InvalidRequestError, naming ``param``, if an id is not in ``[0, vocab_size)``."""
-    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = [i for i in ids if not 0 <= i < vocab_size][:5]
         raise InvalidRequestError(
             f"{param}: token ids {bad} are out of vocabulary; expected ids from 0 to "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -33,6 +34,12 @@ class Case:
     args: Args
     kernels: tuple[str, ...]
     donated: tuple[int, ...] = ()
+
+    @property
+    def donated_bytes(self) -> int:
+        """Bytes of the arguments whose memory is taken over."""
+        arrays = filter(None, (self.args[i] for i in self.donated))
+        return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ One line a kernel: its grid and warps, registers a thread, bytes spilled to memo
 memory, programs that fit on a multiprocessor at once (an estimate), matrix instructions of a warp
 group (wgmma) and of a warp (mma), and asynchronous 16-byte loads.
 
-Exits with 1 if a kernel does not compile or spills, with 2 if the compiler is not installed: the
-wheels jax-cuda13-plugin and jax-cuda13-pjrt of the version of jax (no driver, no toolkit), and a
-ptxas that knows PTX 9.0 or newer, for the registers.
+Exits with 1 if a kernel does not compile, spills, or copies what it should write in place, and with
+2 if the compiler is not installed: the wheels jax-cuda13-plugin and jax-cuda13-pjrt of the version
+of jax (no driver, no toolkit), and a ptxas that knows PTX 9.0 or newer, for the registers.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Report:
 
 def compile_case(case: Case, folder: Path, ptxas: str) -> list[Report]:
     """Compiles a case, leaving the compiler's files in ``folder``."""
-    deviceless.compile_for_h200(
+    program = deviceless.compile_for_h200(
         case.fn,
         *case.args,
         donate_argnums=case.donated,
@@ -115,6 +115,13 @@ def compile_case(case: Case, folder: Path, ptxas: str) -> list[Report]:
             "xla_dump_emitter_re": "ptx",
         },
     )
+    memory = program.memory_analysis()
+    shared, scratch = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    if case.donated and (shared < case.donated_bytes or scratch >= case.donated_bytes):
+        raise RuntimeError(
+            f"copies what it could write in place: {case.donated_bytes} bytes are given, {shared} "
+            f"are taken over, {scratch} are used besides"
+        )
     return list(read_dump(folder, case.kernels, ptxas))
 
 

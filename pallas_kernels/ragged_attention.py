@@ -95,7 +95,7 @@ def ragged_attention(
     )
     block_m = max(config.block_m, _triton.power_of_two(attention.group))
     block_q = block_m // attention.group
-    work = _work_list(query_start, seq_lens, num_tokens=q.shape[0], block_q=block_q)
+    work = work_list(query_start, seq_lens, num_tokens=q.shape[0], block_q=block_q)
     (out,) = _triton.call(
         functools.partial(
             _ragged_kernel, attention=attention, block_m=block_m, block_n=config.block_n
@@ -118,7 +118,7 @@ def ragged_attention(
     return out
 
 
-def _work_list(
+def work_list(
     query_start: jax.Array, seq_lens: jax.Array, *, num_tokens: int, block_q: int
 ) -> jax.Array:
     """What each program along the tokens works on.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels.ragged_attention import ragged_attention
+from pallas_kernels.ragged_attention import ragged_attention, work_list
 from pallas_kernels.tuning import KernelConfig
 
 LAYER = 1
@@ -113,6 +113,27 @@ def test_reference_is_attention(name, make_problem, shape):
         **problem.options,
     )
     problem.check(out)
+
+
+@pytest.mark.parametrize("block_q", [1, 5, 16])
+def test_every_token_is_worked_on_once(block_q, rng):
+    chunks = rng.choice([0, 1, 5, 16, 17, 40], 12)
+    contexts = chunks + rng.integers(0, 50, len(chunks)) * (chunks > 0)
+    starts = np.cumsum([0, *chunks], dtype=np.int32)
+    num_tokens = int(starts[-1]) + 9
+    work = work_list(starts, contexts.astype(np.int32), num_tokens=num_tokens, block_q=block_q)
+    seen = {}
+    for row, token, count, position in np.asarray(work).tolist():
+        assert 0 <= count <= block_q
+        for step in range(count):
+            assert token + step not in seen
+            seen[token + step] = (row, position + step)
+    for row, (context, chunk) in enumerate(zip(contexts, chunks, strict=True)):
+        for i in range(chunk):
+            assert seen.pop(starts[row] + i) == (row, context - chunk + i)
+    padding = range(starts[-1], num_tokens)
+    assert sorted(seen) == list(padding)
+    assert all(position < 0 for _, position in seen.values())
 
 
 def test_query_start_must_fit_the_rows():

@@ -100,8 +100,9 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What one step added to one request. ``finish_reason`` is a `FinishReason` or None.
 
     ``stop_reason`` is the stop id that ended it, None for the end token and other reasons.
-    ``logprobs`` has one entry a token when the request asked for them. ``scheduled_s`` is when the
-    request first ran.
+    ``logprobs`` has one entry a token when the request asked for them. ``prompt_logprobs`` come with
+    the first token when the request asked for them: entry i is about token i of the prompt, the
+    first is None. ``scheduled_s`` is when the request first ran.
     """
 
     request_id: str
@@ -111,6 +112,7 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     scheduled_s: float = 0.0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -18,7 +19,39 @@ MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 2**18
+MAX_ALLOWED_TOKEN_IDS = 2**18
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 64
+MAX_GRAMMAR_CHARS = 2**18
+BIAS_LIMIT = 100.0
+"""A bias beyond this acts like this, as with the OpenAI API."""
 INT64 = (-(2**63), 2**63 - 1)
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the text of an answer must look like.
+
+    Attributes:
+      kind: how ``spec`` is to be read.
+      spec: a JSON schema as JSON text; a regular expression; a JSON array of strings, one of which
+        is the answer; a grammar in Lark syntax or EBNF; for "json_object" nothing.
+
+    Raises:
+      InvalidRequestError: ``spec`` is longer than `MAX_GRAMMAR_CHARS`. Whether it can be used at
+        all is for `structured.check_grammar` to say.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    spec: str = ""
+
+    def __post_init__(self) -> None:
+        _require(
+            len(self.spec) <= MAX_GRAMMAR_CHARS,
+            "grammar",
+            f"at most {MAX_GRAMMAR_CHARS} characters",
+            len(self.spec),
+        )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -44,6 +77,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       repetition_penalty: > 0, over prompt and generated tokens; 1 is off.
       logprobs: return the log probability of each sampled token and of this many of the most
         likely ones; 0 to 20, or None for off.
+      prompt_logprobs: the same for each token of the prompt but the first; 0 to 20, or None for
+        off.
+      logit_bias: token ids to what is added to their logits; values beyond +-100 act like +-100.
+      allowed_token_ids: the only tokens to sample, or None for all. Cannot be combined with a
+        grammar.
+      bad_words_token_ids: token sequences that must not come up in the answer: the last token of
+        one is not sampled after the others.
+      grammar: what the text must look like, or None. It decides where the answer may end, and
+        comes before ``min_tokens`` and ``bad_words_token_ids``.
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: keep the stop text that ended the answer.
 
@@ -66,6 +108,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -97,6 +144,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
         if self.logprobs is not None:
             _require_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _require_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        self._check_tokens()
         _require(
             len(self.stop) <= MAX_STOP_STRINGS,
             "stop",
@@ -110,10 +160,39 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             f"at most {MAX_STOP_TOKEN_IDS} ids",
             len(self.stop_token_ids),
         )
-        if self.n > 1 and self.is_greedy:
-            raise InvalidRequestError(
-                f"n must be 1 when temperature is 0 (every answer would be the same), got {self.n}",
-                param="n",
+
+    def _check_tokens(self) -> None:
+        """Sizes and values of the fields that name tokens."""
+        bias = self.logit_bias or {}
+        _require(
+            len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} ids", len(bias)
+        )
+        for value in bias.values():
+            _require(math.isfinite(value), "logit_bias", "finite numbers", value)
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            _require(
+                0 < len(allowed) <= MAX_ALLOWED_TOKEN_IDS,
+                "allowed_token_ids",
+                f"1 to {MAX_ALLOWED_TOKEN_IDS} ids",
+                len(allowed),
+            )
+            if self.grammar is not None:
+                raise InvalidRequestError(
+                    "allowed_token_ids cannot be combined with a grammar, which says itself what "
+                    "is allowed",
+                    param="allowed_token_ids",
+                )
+        words = self.bad_words_token_ids
+        _require(
+            len(words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words", len(words)
+        )
+        for word in words:
+            _require(
+                0 < len(word) <= MAX_BAD_WORD_TOKENS,
+                "bad_words",
+                f"words of 1 to {MAX_BAD_WORD_TOKENS} tokens",
+                len(word),
             )
 
     @property
@@ -137,6 +216,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         dropped in silence, so it must not get past the front.
         """
         check_ids(self.stop_token_ids, vocab_size, param="stop_token_ids")
+        check_ids(tuple(self.logit_bias or ()), vocab_size, param="logit_bias")
+        check_ids(self.allowed_token_ids or (), vocab_size, param="allowed_token_ids")
+        for word in self.bad_words_token_ids:
+            check_ids(word, vocab_size, param="bad_words")
 
 
 def check_ids(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) -> None:

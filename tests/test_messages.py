@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxserve import messages as m
 from jaxserve.errors import InvalidRequestError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import Grammar, SamplingParams
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=50)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -18,6 +18,10 @@ PARAMS = st.builds(
     max_tokens=st.none() | st.integers(1, 10**6),
     stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
     stop_token_ids=IDS.map(tuple),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, 2**31 - 1), FINITE, max_size=3),
+    bad_words_token_ids=st.lists(IDS.filter(len).map(tuple), max_size=3).map(tuple),
+    grammar=st.none() | st.builds(Grammar, st.sampled_from(["regex", "choice"]), st.text()),
 )
 SUBMIT = st.builds(m.Submit, st.text(), IDS, PARAMS, st.none() | st.integers(0, 10**6))
 LOGPROBS = st.builds(m.TokenLogprobs, IDS, st.lists(FINITE), st.integers(1, 10**6))
@@ -27,6 +31,7 @@ OUTPUT = st.builds(
     IDS,
     finish_reason=st.none() | st.sampled_from(m.FinishReason).map(int),
     logprobs=st.none() | st.lists(LOGPROBS, max_size=3),
+    prompt_logprobs=st.none() | st.lists(st.none() | LOGPROBS, max_size=3),
 )
 STATS = st.builds(m.StepStats, num_running=st.integers(0, 1000), kv_usage=st.floats(0, 1))
 REQUEST = SUBMIT | st.builds(m.Abort, st.lists(st.text())) | st.just(m.Shutdown())

@@ -9,10 +9,16 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    Grammar,
     SamplingParams,
     check_ids,
 )
@@ -42,6 +48,13 @@ BAD = [
     ("repetition_penalty", math.nan),
     ("logprobs", -1),
     ("logprobs", MAX_LOGPROBS + 1),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", MAX_LOGPROBS + 1),
+    ("logit_bias", {1: math.nan}),
+    ("logit_bias", {1: math.inf}),
+    ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+    ("allowed_token_ids", ()),
+    ("allowed_token_ids", (1,) * (MAX_ALLOWED_TOKEN_IDS + 1)),
     ("stop", ("",)),
     ("stop", ("x",) * (MAX_STOP_STRINGS + 1)),
     ("stop_token_ids", (1,) * (MAX_STOP_TOKEN_IDS + 1)),
@@ -70,6 +83,11 @@ EDGES = [
     ("presence_penalty", -2.0),
     ("repetition_penalty", 1e-3),
     ("logprobs", 0),
+    ("prompt_logprobs", 0),
+    ("logit_bias", {}),
+    ("logit_bias", {5: 1e300}),
+    ("allowed_token_ids", (1,)),
+    ("bad_words_token_ids", ((1,), (2,) * MAX_BAD_WORD_TOKENS)),
     ("logprobs", MAX_LOGPROBS),
     ("stop", ("x",) * MAX_STOP_STRINGS),
     ("stop_token_ids", (1,) * MAX_STOP_TOKEN_IDS),
@@ -88,11 +106,8 @@ def test_min_tokens_is_at_most_max_tokens() -> None:
         SamplingParams(max_tokens=5, min_tokens=6)
 
 
-def test_several_answers_need_randomness() -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        SamplingParams(n=2, temperature=0)
-    assert caught.value.param == "n"
-    SamplingParams(n=2, temperature=0.5)
+def test_several_answers_may_be_the_same() -> None:
+    assert SamplingParams(n=2, temperature=0).n == 2
 
 
 def test_greedy_and_penalties() -> None:
@@ -114,6 +129,38 @@ def test_stop_ids_are_checked_against_the_vocabulary() -> None:
         with pytest.raises(InvalidRequestError, match="out of vocabulary") as caught:
             SamplingParams(stop_token_ids=(0, bad)).check_token_ids(100)
         assert caught.value.param == "stop_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("logit_bias", lambda i: {"logit_bias": {3: 1.0, i: 2.0}}),
+        ("allowed_token_ids", lambda i: {"allowed_token_ids": (3, i)}),
+        ("bad_words", lambda i: {"bad_words_token_ids": ((1,), (2, i))}),
+    ],
+)
+def test_every_field_of_ids_is_checked_against_the_vocabulary(param, fields) -> None:
+    SamplingParams(**fields(99)).check_token_ids(100)
+    for bad in (-1, 100, 2**31, 2**70):
+        with pytest.raises(InvalidRequestError, match="out of vocabulary") as caught:
+            SamplingParams(**fields(bad)).check_token_ids(100)
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "words", [((),), ((1,) * (MAX_BAD_WORD_TOKENS + 1),), ((1,),) * (MAX_BAD_WORDS + 1)]
+)
+def test_bad_words_are_few_and_short(words) -> None:
+    with pytest.raises(InvalidRequestError, match="bad_words must be") as caught:
+        SamplingParams(bad_words_token_ids=words)
+    assert caught.value.param == "bad_words"
+
+
+def test_a_grammar_has_a_limit_and_excludes_allowed_ids() -> None:
+    with pytest.raises(InvalidRequestError, match="grammar must be at most"):
+        Grammar("regex", "a" * (MAX_GRAMMAR_CHARS + 1))
+    with pytest.raises(InvalidRequestError, match="cannot be combined"):
+        SamplingParams(grammar=Grammar("json_object"), allowed_token_ids=(1,))
 
 
 @given(st.lists(st.integers(-(2**70), 2**70), max_size=20), st.integers(1, 2**20))

@@ -25,6 +25,13 @@ from jaxserve.errors import (
 )
 from jaxserve.generation_defaults import GenerationDefaults
 from jaxserve.metrics import RequestMetrics, RequestRecord
+from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.parsing.registry import (
+    detect_reasoning_parser,
+    detect_tool_parser,
+    reasoning_parser,
+    tool_parser,
+)
 from jaxserve.sampling_params import MIN_TEMPERATURE, SamplingParams, check_ids
 from jaxserve.streams import Answer, Delta, merge, stream_answer
 from jaxserve.tokenizer import Tokenizer
@@ -55,6 +62,12 @@ class Frontend:
       defaults: what counts where a request leaves something unset.
       limits: how much to take on.
       chat_template: jinja source, instead of the tokenizer's own.
+      tool_call_parser: the format in which the model writes calls, a key of
+        `parsing.registry.TOOL_PARSERS`; "auto": what the chat template shows; "none": no format.
+      reasoning_parser: likewise the kind of its think blocks, of `REASONING_PARSERS`.
+
+    Raises:
+      ConfigError: there is no parser of such a name.
     """
 
     def __init__(
@@ -66,6 +79,8 @@ class Frontend:
         defaults: GenerationDefaults | None = None,
         limits: Limits | None = None,
         chat_template: str | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         ready = engine.ready
         self.engine = engine
@@ -74,6 +89,9 @@ class Frontend:
         self.defaults = defaults or GenerationDefaults()
         self.limits = limits or Limits()
         self.chat_template = chat_template or tokenizer.chat_template
+        self.tool_call_parser, self.reasoning_parser = _parsers(
+            self.chat_template or "", tool_call_parser, reasoning_parser
+        )
         self.vocab_size = ready.vocab_size
         self.max_model_len = context_length(
             max_model_len=ready.max_model_len,
@@ -141,6 +159,7 @@ class Frontend:
         priority: int = 0,
         default_max_tokens: int | None = None,
         param: str = "prompt",
+        parsers: Sequence[MessageParser] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Checks everything at once, and returns the deltas of all answers as they come.
 
@@ -155,6 +174,7 @@ class Frontend:
           priority: smaller goes first, under the priority policy.
           default_max_tokens: length of an answer if none is asked for, as far as it fits.
           param: the field to name when a prompt is at fault.
+          parsers: one for each answer, if answers are to be parsed.
 
         Raises:
           ContextLengthError, InvalidRequestError: the request cannot be served.
@@ -187,6 +207,7 @@ class Frontend:
                         record=RequestRecord(
                             time.monotonic(), len(prompt_ids), max_tokens, params.n
                         ),
+                        parser=parsers[index] if parsers else None,
                     )
                 )
         if self.num_in_flight + num_answers > self.limits.max_in_flight:
@@ -270,6 +291,19 @@ class Frontend:
     def _longest_token(self) -> int:
         """Bytes of the longest token, at least 1."""
         return max(1, *map(len, map(self.tokenizer.token_bytes, range(self.tokenizer.vocab_size))))
+
+
+def _parsers(template: str, calls: str, reasoning: str) -> tuple[str | None, str | None]:
+    """The names of the parsers to use. Raises ConfigError if there is no such parser."""
+    if calls == "auto":
+        calls = detect_tool_parser(template) or "none"
+    if reasoning == "auto":
+        reasoning = detect_reasoning_parser(template) or "none"
+    if calls != "none":
+        tool_parser(calls)
+    if reasoning != "none":
+        reasoning_parser(reasoning)
+    return (None if calls == "none" else calls), (None if reasoning == "none" else reasoning)
 
 
 def _fingerprint(*facts: object) -> str:

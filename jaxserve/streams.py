@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,9 @@ from jaxserve.engine_protocol import Engine
 from jaxserve.errors import RequestFailedError
 from jaxserve.messages import FinishReason, RequestOutput, TokenLogprobs
 from jaxserve.metrics import RequestMetrics, RequestRecord
+from jaxserve.parsed_text import ParsedStep, ParsedText
+from jaxserve.parsing.events import Event
+from jaxserve.parsing.message_parser import MessageParser
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
@@ -27,12 +30,14 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
       index: which of the answers.
-      text: new text, of whole characters; may be empty while some is held back.
+      text: new text, of whole characters; may be empty while some is held back. Of an answer that
+        is parsed, its content alone.
       token_ids: the new tokens, also those that show no text.
       logprobs: one entry a token if the request asked for them.
       finish_reason: "stop", "length" or "abort" on the last delta of an answer, else None.
       stop_reason: the stop text or stop id that ended the answer.
       num_cached_tokens: tokens of the prompt that were in the prefix cache.
+      events: what the parser of the answer says; None if it has none.
     """
 
     index: int
@@ -42,11 +47,15 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str | None
     stop_reason: int | str | None
     num_cached_tokens: int
+    events: list[Event] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer to generate. ``params.n`` is 1 and ``params.max_tokens`` is set."""
+    """One answer to generate. ``params.n`` is 1 and ``params.max_tokens`` is set.
+
+    With a ``parser`` its text becomes events, and stop texts are looked for in content alone.
+    """
 
     index: int
     request_id: str
@@ -55,6 +64,7 @@ class Answer:
     eos_token_id: int | None
     priority: int
     record: RequestRecord
+    parser: MessageParser | None = None
 
 
 async def stream_answer(
@@ -66,13 +76,7 @@ async def stream_answer(
       EngineDeadError, RequestFailedError: there will be no more of this answer.
     """
     params = answer.params
-    detokenizer = Detokenizer(
-        tokenizer,
-        skip_special_tokens=params.skip_special_tokens,
-        stop=params.stop,
-        include_stop=params.include_stop_str_in_output,
-        min_tokens=params.min_tokens,
-    )
+    detokenizer = _detokenizer(answer, tokenizer)
     outputs = engine.generate(
         answer.prompt_ids,
         msgspec.structs.replace(params, stop=()),
@@ -105,7 +109,22 @@ async def stream_answer(
         metrics.request_ended(record, ended, time.monotonic())
 
 
-def _to_delta(answer: Answer, output: RequestOutput, detokenizer: Detokenizer) -> Delta:
+def _detokenizer(answer: Answer, tokenizer: Tokenizer) -> Detokenizer | ParsedText:
+    params = answer.params
+    options: dict[str, Any] = {
+        "skip_special_tokens": params.skip_special_tokens,
+        "stop": params.stop,
+        "include_stop": params.include_stop_str_in_output,
+        "min_tokens": params.min_tokens,
+    }
+    if answer.parser is None:
+        return Detokenizer(tokenizer, **options)
+    return ParsedText(tokenizer, answer.parser, **options)
+
+
+def _to_delta(
+    answer: Answer, output: RequestOutput, detokenizer: Detokenizer | ParsedText
+) -> Delta:
     token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
     if reason == FinishReason.ERROR:
         raise RequestFailedError("the engine could not go on with this request")
@@ -127,6 +146,7 @@ def _to_delta(answer: Answer, output: RequestOutput, detokenizer: Detokenizer) -
         finish_reason,
         stop_reason,
         output.num_cached_tokens,
+        step.events if isinstance(step, ParsedStep) else None,
     )
 
 

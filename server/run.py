@@ -128,6 +128,8 @@ async def _start(
         defaults=model.defaults,
         limits=Limits(max_in_flight=api.max_queue),
         chat_template=template,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
     )
     client.on_outputs = frontend.metrics.step_done
     # What has been made so far stays; the collector need not look at it again.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxserve.client import FACTORY
 from jaxserve.config import MIB, setting
 from jaxserve.errors import ConfigError
+from jaxserve.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
+
+
+def _names(parsers: Mapping[str, str]) -> str:
+    return f"{', '.join(parsers)}, none, or auto for what the chat template shows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,12 @@ class ServerSettings:
     port: int = setting(8000, "port to listen on; 0 for any that is free")
     chat_template: str | None = setting(
         None, "file with a jinja chat template; unset: the model's own"
+    )
+    tool_call_parser: str = setting(
+        "auto", f"form of the model's tool calls: {_names(TOOL_PARSERS)}"
+    )
+    reasoning_parser: str = setting(
+        "auto", f"form of the model's think blocks: {_names(REASONING_PARSERS)}"
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "least important messages to show"

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from jaxserve.frontend import Frontend
+from jaxserve.openai.messages import PLAIN, MessageForm
 from jaxserve.openai.protocol import GenerationRequest, PromptTokensDetails, Usage
 from jaxserve.streams import Delta
 from jaxserve.tokenizer import Tokenizer
@@ -42,7 +43,8 @@ class UsageCount:
 class Job:
     """A request that has passed every check. Nothing runs before ``deltas`` is iterated.
 
-    ``echo`` has a text to put before the answers to each prompt, or is empty.
+    ``echo`` has a text to put before the answers to each prompt, or is empty. ``form`` is that of
+    the messages of a chat.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Job:
     include_usage: bool
     continuous_usage: bool
     echo: tuple[str, ...] = ()
+    form: MessageForm = PLAIN
 
     @classmethod
     def start(
@@ -69,6 +72,7 @@ class Job:
         deltas: AsyncGenerator[Delta, None],
         has_logprobs: bool,
         echo: tuple[str, ...] = (),
+        form: MessageForm = PLAIN,
     ) -> Job:
         """The job of a request whose prompts have been encoded and accepted."""
         options = request.stream_options
@@ -87,6 +91,7 @@ class Job:
             include_usage=include_usage,
             continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
             echo=echo,
+            form=form,
         )
 
 

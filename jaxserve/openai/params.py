@@ -53,8 +53,6 @@ NO_OP: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
         "return_tokens_as_token_ids": _one_of(False),
         "structured_outputs": _never,
         "suffix": _one_of(""),
-        "tool_choice": _one_of("none", "auto"),
-        "tools": _one_of([]),
         "truncate_prompt_tokens": _never,
         "use_beam_search": _one_of(False),
         "web_search_options": _never,

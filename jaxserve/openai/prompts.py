@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -70,8 +71,10 @@ def _convert(value: list, form: Any) -> Any:
         ) from error
 
 
-async def render_prompt(frontend: Frontend, request: ChatPrompt) -> str:
-    """The text that the messages of a chat become.
+async def render_prompt(
+    frontend: Frontend, request: ChatPrompt, *, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """The text that the messages of a chat become; ``tools`` are what the template is to show.
 
     Raises:
       InvalidRequestError: the messages are not ones, or the template refuses them.
@@ -107,12 +110,14 @@ async def render_prompt(frontend: Frontend, request: ChatPrompt) -> str:
             frontend.chat_template,
             _open_end(messages) if continues else messages,
             add_generation_prompt=not continues and adds_prompt is not False,
+            tools=tools or None,
             special_tokens=frontend.tokenizer.special_tokens,
             **extra,
         )
 
     is_short = sum(len(message["content"]) for message in messages) <= INLINE_CHARS
-    text = render() if is_short and not extra else await asyncio.to_thread(render)
+    is_plain = is_short and not extra and not tools
+    text = render() if is_plain else await asyncio.to_thread(render)
     return _cut_at_open_end(text) if continues else text
 
 

@@ -11,6 +11,7 @@ import re
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from jaxserve.errors import InvalidRequestError
 
@@ -93,6 +94,10 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
     audio: Any = None
     chat_template: Any = None
@@ -101,8 +106,6 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     web_search_options: Any = None
 
 
@@ -195,12 +198,30 @@ class ChatLogprobs(msgspec.Struct, gc=False):
     content: list[ChatTokenLogprob]
 
 
-class ChatMessage(msgspec.Struct, gc=False):
-    """A whole answer."""
+class FunctionCall(msgspec.Struct, gc=False):
+    """Which function to call; ``arguments`` is JSON, as the model wrote it."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, gc=False):
+    """A call that the model asks for."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class ChatMessage(msgspec.Struct):
+    """A whole answer. What it does not have, but for content, is left out."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, gc=False):
@@ -225,11 +246,30 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+class FunctionDelta(msgspec.Struct, omit_defaults=True, gc=False):
+    """More of a call: its name at first, then pieces of its arguments."""
+
+    arguments: str
+    name: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True, gc=False):
+    """More of the call number ``index``; id and type come with the first piece alone."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta = msgspec.field(default_factory=lambda: FunctionDelta(""))
+
+
 class ChatDelta(msgspec.Struct, omit_defaults=True, gc=False):
     """The next piece of an answer; what is unset is left out."""
 
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, gc=False):

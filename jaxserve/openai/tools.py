@@ -1,0 +1,173 @@
+"""The fields ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a chat."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.frontend import Frontend
+from jaxserve.openai.protocol import ChatRequest, wrong_type
+from jaxserve.parsing.enforced import json_array_calls, named_call
+from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.parsing.parser import Parser
+from jaxserve.parsing.registry import reasoning_parser, tool_parser
+from jaxserve.parsing.scanner import NAME
+
+MAX_TOOLS = 512
+MAX_NAME_CHARS = 256
+
+_PROMPT_TAIL = 200
+"""Characters at the end of a prompt in which it may have opened or closed a think block."""
+
+_CHOICES = "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}"
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    function: _Function
+    type: Literal["function"] = "function"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What the model may call, and whether it must.
+
+    Attributes:
+      definitions: the tools as the client sent them, for the template; empty without tools or
+        with choice "none".
+      parameters: function names -> JSON schemas of their parameters.
+      choice: "named" is a function that must be called.
+      name: of that function.
+      parallel: whether there may be more than one call.
+    """
+
+    definitions: tuple[dict[str, Any], ...] = ()
+    parameters: Mapping[str, Mapping[str, Any]] | None = None
+    choice: Literal["none", "auto", "required", "named"] = "none"
+    name: str | None = None
+    parallel: bool = True
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether the answer is nothing but calls, in plain JSON."""
+        return self.choice in ("required", "named")
+
+
+def read_tools(request: ChatRequest, frontend: Frontend) -> ToolUse:
+    """What a request says of tools.
+
+    Raises:
+      InvalidRequestError: the tools or the choice are not ones, or the model has no way to call.
+    """
+    parameters = _parameters(request.tools)
+    choice, name = _choice(request.tool_choice, parameters)
+    if choice == "none":
+        return ToolUse()
+    if choice != "auto":
+        raise InvalidRequestError(
+            "tool_choice: only 'auto' and 'none' are supported yet", param="tool_choice"
+        )
+    if frontend.tool_call_parser is None:
+        raise InvalidRequestError(
+            "the chat template of this model has no known form for tool calls; start the server "
+            "with --tool-call-parser NAME (and --chat-template FILE), or send tool_choice 'none'",
+            param="tools",
+        )
+    assert request.tools is not None
+    return ToolUse(
+        tuple(request.tools), parameters, choice, name, request.parallel_tool_calls is not False
+    )
+
+
+def make_parser(frontend: Frontend, use: ToolUse, prompt: str) -> MessageParser | None:
+    """The parser of one answer to a rendered prompt; None if all of the answer is content."""
+    if use.is_enforced:
+        read = json_array_calls if use.name is None else named_call(use.name)
+        return MessageParser(None, Parser(read, tools=use.parameters))
+    reasoning = calls = None
+    if frontend.reasoning_parser is not None:
+        reasoning = reasoning_parser(frontend.reasoning_parser, prompt=prompt[-_PROMPT_TAIL:])
+    if use.choice == "auto":
+        assert frontend.tool_call_parser is not None
+        calls = tool_parser(frontend.tool_call_parser, use.parameters)
+    if reasoning is None and calls is None:
+        return None
+    return MessageParser(reasoning, calls)
+
+
+def call_id_maker(frontend: Frontend) -> Callable[[], str]:
+    """Makes the ids of calls, in the form that the model's template takes them back in."""
+    return _mistral_id if frontend.tool_call_parser == "mistral" else _call_id
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _mistral_id() -> str:
+    letters = string.ascii_letters + string.digits
+    return "".join(secrets.choice(letters) for _ in range(9))
+
+
+def _parameters(tools: list[dict[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
+    """Function names -> schemas of their parameters."""
+    if not tools:
+        return {}
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(f"tools: at most {MAX_TOOLS}, got {len(tools)}", param="tools")
+    try:
+        functions = [tool.function for tool in msgspec.convert(tools, list[_Tool])]
+    except msgspec.ValidationError as error:
+        raise wrong_type(error, under="tools") from error
+    parameters: dict[str, Mapping[str, Any]] = {}
+    for i, function in enumerate(functions):
+        name, path = function.name, f"tools[{i}].function.name"
+        if not NAME.fullmatch(name) or len(name) > MAX_NAME_CHARS:
+            raise InvalidRequestError(
+                f"{path} must be letters, digits and _ - . / :, at most {MAX_NAME_CHARS}, got "
+                f"{name[:50]!r}",
+                param=path,
+            )
+        if name in parameters:
+            raise InvalidRequestError(f"{path}: {name!r} is there twice", param=path)
+        parameters[name] = function.parameters or {}
+    return parameters
+
+
+def _choice(
+    value: Any, known: Mapping[str, Any]
+) -> tuple[Literal["none", "auto", "required", "named"], str | None]:
+    if value is None:
+        value = "auto" if known else "none"
+    if value in ("none", "auto"):
+        return (value if known else "none"), None
+    if value == "required":
+        if not known:
+            raise InvalidRequestError(
+                "tool_choice 'required' needs tools to choose from", param="tool_choice"
+            )
+        return "required", None
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or value.get("type") != "function":
+        shown = repr(value)[:100]
+        raise InvalidRequestError(
+            f"tool_choice must be {_CHOICES}, got {shown}", param="tool_choice"
+        )
+    if name not in known:
+        raise InvalidRequestError(
+            f"tool_choice names the function {name[:100]!r}, which is not in tools",
+            param="tool_choice",
+        )
+    return "named", name

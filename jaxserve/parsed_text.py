@@ -1,0 +1,108 @@
+"""Token ids to the events of a parser, with stop texts that are looked for in content alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from jaxserve.detokenizer import Detokenizer, DetokenizerStep, StopMatcher
+from jaxserve.parsing.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments
+from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.tokenizer import Tokenizer
+
+
+class ParsedStep(DetokenizerStep, frozen=True, gc=False):
+    """What one push adds; ``text_delta`` is the content among the events."""
+
+    events: list[Event] = []
+
+
+class ParsedText:
+    """The events of one answer as its tokens arrive, as `Detokenizer` makes text of them.
+
+    Events joined do not depend on how the tokens are divided into pushes. Reasoning and calls are
+    not searched for stop texts. Text that a parser holds back, because it may be a call, is
+    searched when it has turned out to be content.
+
+    Args:
+      parser: of this answer.
+      others: see `Detokenizer`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        parser: MessageParser,
+        *,
+        skip_special_tokens: bool,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._parser = parser
+        self._stop = stop
+        self._matcher = StopMatcher(stop) if stop else None
+        self._include_stop = include_stop
+        self._unsearched = min_tokens
+
+    def push(self, token_ids: Sequence[int], *, finished: bool) -> ParsedStep:
+        """Adds tokens. ``finished`` says that they are the last, so that nothing is held back."""
+        out: list[Event] = []
+        for used, token_id in enumerate(token_ids, 1):
+            text = self._detokenizer.push((token_id,), finished=False).text_delta
+            stop = self._take(self._parser.push(text), out) if text else None
+            if stop is not None:
+                return _step(out, stop, used)
+            self._unsearched -= 1
+        if finished:
+            tail = self._detokenizer.push((), finished=True).text_delta
+            rest = self._parser.push(tail) if tail else []
+            stop = self._take([*rest, *self._parser.finish()], out)
+            if stop is not None:
+                return _step(out, stop, len(token_ids))
+            self._flush(out)
+        return _step(out, None, len(token_ids))
+
+    def _take(self, events: Iterable[Event], out: list[Event]) -> str | None:
+        """Passes events on, up to a stop text, which it returns."""
+        for event in events:
+            if not isinstance(event, ContentDelta):
+                self._flush(out)
+                _append(out, event)
+            elif self._matcher is None or self._unsearched > 0:
+                _append(out, event)
+            else:
+                certain, stop = self._matcher.push(event.text)
+                if stop is not None and self._include_stop:
+                    certain += stop
+                if certain:
+                    _append(out, ContentDelta(certain))
+                if stop is not None:
+                    return stop
+        return None
+
+    def _flush(self, out: list[Event]) -> None:
+        """What could have begun a stop text has not: no stop text goes on across other events."""
+        if self._matcher is not None and self._matcher.held:
+            _append(out, ContentDelta(self._matcher.held))
+            self._matcher = StopMatcher(self._stop)
+
+
+def _append(out: list[Event], event: Event) -> None:
+    """Adds an event, joined with the last one if they are of a kind."""
+    if out and type(out[-1]) is type(event):
+        last = out[-1]
+        if isinstance(event, ContentDelta | ReasoningDelta):
+            out[-1] = msgspec.structs.replace(last, text=last.text + event.text)
+            return
+        if isinstance(event, ToolCallArguments) and last.index == event.index:
+            out[-1] = msgspec.structs.replace(last, text=last.text + event.text)
+            return
+    out.append(event)
+
+
+def _step(events: list[Event], stop: str | None, num_used: int) -> ParsedStep:
+    text = "".join([event.text for event in events if isinstance(event, ContentDelta)])
+    return ParsedStep(text, stop, num_used, events)

@@ -1,0 +1,238 @@
+"""Tool calls and reasoning: replies and streams agree, and are as the openai client reads them."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from openai.lib.streaming.chat._completions import ChatCompletionStreamState
+from openai.types.chat import ChatCompletion as OpenAIChat
+from openai.types.chat import ChatCompletionChunk as OpenAIChunk
+
+from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.frontend import Frontend
+from jaxserve.openai import chat
+from jaxserve.openai.protocol import ChatRequest, decode
+from jaxserve.testing.scripted_frontend import scripted_frontend
+
+TEMPLATE = (
+    "{% if tools %}tools{% for t in tools %}:{{ t.function.name }}{% endfor %} <tool_call>\n"
+    "{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if think %}<think>{% endif %}{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": True,
+    },
+}
+TIME = {"type": "function", "function": {"name": "time"}}
+ARGUMENTS = '{"city": "Zürich", "days": [1, 2]}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+CALL_TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+BODY = {"messages": [{"role": "user", "content": "hello"}], "tools": [WEATHER, TIME]}
+
+
+def make(answer: str, **options: Any) -> Frontend:
+    return scripted_frontend(answer, **{"chat_template": TEMPLATE} | options)
+
+
+async def ask(frontend: Frontend, body: dict[str, Any]) -> dict[str, Any]:
+    """The reply, which must be what the stream comes to. Ids of calls are checked and left out."""
+    request = decode(json.dumps(BODY | body).encode(), ChatRequest)
+    reply = json.loads(
+        msgspec.json.encode(await chat.complete(await chat.prepare(frontend, request)))
+    )
+    OpenAIChat.model_validate(reply, strict=True)
+    streamed = await stream(frontend, body)
+    assert len(streamed) == len(reply["choices"])
+    for choice, other in zip(reply["choices"], streamed, strict=True):
+        message = choice["message"]
+        for call in message.get("tool_calls", []):
+            assert call.pop("id")
+            assert call["type"] == "function"
+        assert other["content"] == (message["content"] or "")
+        assert other["reasoning"] == message.get("reasoning", "")
+        assert other["calls"] == [c["function"] for c in message.get("tool_calls", [])]
+        assert other["finish_reason"] == choice["finish_reason"]
+        assert other["logprobs"] == ((choice["logprobs"] or {}).get("content") or [])
+    return reply["choices"][0]
+
+
+async def stream(frontend: Frontend, body: dict[str, Any]) -> list[dict[str, Any]]:
+    request = decode(json.dumps(BODY | body | {"stream": True}).encode(), ChatRequest)
+    job = await chat.prepare(frontend, request)
+    answers: dict[int, dict[str, Any]] = {}
+    sdk = ChatCompletionStreamState()
+    async for chunk in chat.stream(job):
+        data = json.loads(msgspec.json.encode(chunk))
+        sdk.handle_chunk(OpenAIChunk.model_validate(data, strict=True))
+        for choice in data["choices"]:
+            answer = answers.setdefault(
+                choice["index"],
+                {"content": "", "reasoning": "", "calls": [], "finish_reason": None, "ids": set()}
+                | {"logprobs": []},
+            )
+            read_delta(answer, choice["delta"])
+            answer["logprobs"] += (choice["logprobs"] or {}).get("content", [])
+            assert answer["finish_reason"] is None
+            answer["finish_reason"] = choice["finish_reason"]
+    final = sdk.current_completion_snapshot
+    for choice in final.choices:
+        calls = [
+            {"name": c.function.name, "arguments": c.function.arguments}
+            for c in choice.message.tool_calls or []
+        ]
+        assert calls == answers[choice.index]["calls"]
+    return [answers[i] for i in sorted(answers)]
+
+
+def read_delta(answer: dict[str, Any], delta: dict[str, Any]) -> None:
+    assert None not in delta.values()
+    answer["content"] += delta.get("content", "")
+    answer["reasoning"] += delta.get("reasoning", "")
+    assert delta.get("reasoning") == delta.get("reasoning_content")
+    for call in delta.get("tool_calls", []):
+        function = call["function"]
+        if call["index"] == len(answer["calls"]):
+            assert list(call) == ["index", "id", "type", "function"]
+            assert call["type"] == "function"
+            assert call["id"] not in answer["ids"]
+            answer["ids"].add(call["id"])
+            answer["calls"].append({"name": function["name"], "arguments": ""})
+        else:
+            assert call.keys() == {"index", "function"}
+            assert function.keys() == {"arguments"}
+        answer["calls"][call["index"]]["arguments"] += function["arguments"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+async def test_calls_are_read(size) -> None:
+    frontend = make(f"Let me see. {CALL}\n{CALL_TIME}", tokens_per_output=size)
+    choice = await ask(frontend, {"logprobs": True, "n": 2})
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me see."
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert calls == [
+        {"name": "weather", "arguments": ARGUMENTS},
+        {"name": "time", "arguments": "{}"},
+    ]
+
+
+async def test_a_message_of_calls_has_no_content() -> None:
+    choice = await ask(make(CALL), {})
+    assert choice["message"]["content"] is None
+    assert "reasoning" not in choice["message"]
+    choice = await ask(make("hello"), {})
+    assert choice["message"].keys() == {"content", "role", "refusal"}
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_one_call_at_a_time() -> None:
+    choice = await ask(make(CALL + CALL_TIME), {"parallel_tool_calls": False})
+    assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["weather"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "nope", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "weather", "arg',
+        "Sure <tool_c",
+        "<tool_call>weather</tool_call>",
+    ],
+)
+async def test_what_is_no_call_is_content(text) -> None:
+    choice = await ask(make(text), {})
+    assert choice["message"]["content"] == text
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_a_call_that_is_cut_off_is_no_reason_to_finish() -> None:
+    choice = await ask(make(CALL), {"max_tokens": 50})
+    assert choice["finish_reason"] == "length"
+    (call,) = choice["message"]["tool_calls"]
+    assert ARGUMENTS.startswith(call["function"]["arguments"])
+    choice = await ask(make(CALL[:55]), {})
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_stop_texts_end_content_and_leave_calls_alone() -> None:
+    choice = await ask(make(CALL + " the end, really"), {"stop": ["Z", ","]})
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    assert choice["message"]["content"].strip() == "the end"
+    assert choice["stop_reason"] == ","
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_tools_are_shown_to_the_model_unless_it_may_not_call() -> None:
+    frontend = make(CALL)
+    for choice, shown in (("auto", True), (None, True), ("none", False)):
+        await ask(frontend, {"tool_choice": choice})
+        ids = frontend.engine.submitted[-1].prompt_token_ids
+        prompt = frontend.tokenizer.decode(ids)
+        assert prompt.startswith("tools:weather:time") is shown
+    reply = await ask(frontend, {"tool_choice": "none"})
+    assert reply["message"]["content"] == CALL
+    assert reply["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("tools", [None, []])
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+async def test_no_tools(tools, choice) -> None:
+    frontend = make(CALL)
+    reply = await ask(frontend, {"tools": tools, "tool_choice": choice})
+    assert reply["message"]["content"] == CALL
+    ids = frontend.engine.submitted[-1].prompt_token_ids
+    assert frontend.tokenizer.decode(ids).startswith("user")
+
+
+async def test_a_model_without_a_form_for_calls_has_no_tools() -> None:
+    frontend = make("hello", tool_call_parser="none")
+    with pytest.raises(InvalidRequestError, match="--tool-call-parser") as caught:
+        await ask(frontend, {})
+    assert caught.value.param == "tools"
+    assert (await ask(frontend, {"tool_choice": "none"}))["message"]["content"] == "hello"
+    with pytest.raises(ConfigError, match="hermes"):
+        make("hello", tool_call_parser="nope")
+    with pytest.raises(ConfigError, match="qwen3"):
+        make("hello", reasoning_parser="nope")
+
+
+async def test_ids_are_of_the_form_that_the_template_takes() -> None:
+    frontend = make('[TOOL_CALLS][{"name": "time", "arguments": {}}]', tool_call_parser="mistral")
+    request = decode(json.dumps(BODY).encode(), ChatRequest)
+    reply = await chat.complete(await chat.prepare(frontend, request))
+    (call,) = reply.choices[0].message.tool_calls
+    assert len(call.id) == 9
+    assert call.id.isalnum()
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"think": True}])
+async def test_reasoning_has_two_names_and_can_be_left_out(kwargs) -> None:
+    text = "hmm\nhe</think>\n\nhello " + CALL
+    frontend = make(text if kwargs else "<think>\n" + text)
+    choice = await ask(frontend, {"chat_template_kwargs": kwargs, "logprobs": True})
+    message = choice["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "hmm\nhe"
+    assert message["content"] == "hello"
+    assert choice["finish_reason"] == "tool_calls"
+    tokens = frontend.engine.submitted[-1]
+    assert len(choice["logprobs"]["content"]) > 40
+    assert tokens.params.stop == ()
+    choice = await ask(frontend, {"chat_template_kwargs": kwargs, "include_reasoning": False})
+    assert choice["message"].keys() == {"content", "role", "refusal", "tool_calls"}
+
+
+async def test_reasoning_may_be_all_there_is() -> None:
+    choice = await ask(make("<think>hello"), {"max_tokens": 2, "tools": None, "stop": "l"})
+    assert choice["message"]["content"] == ""
+    assert choice["message"]["reasoning"] == "hello"
+    assert choice["finish_reason"] == "length"
+    choice = await ask(make("<think>he", reasoning_parser="none"), {"tools": None})
+    assert choice["message"]["content"] == "<think>he"

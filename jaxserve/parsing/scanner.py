@@ -194,8 +194,7 @@ class Scanner:
             tag = yield from self.match(*tags)
             if tag:
                 return tag
-            if (yield from self.more()):
-                self.release()
+            self.release()
         return ""
 
     def until(self, *tags: str) -> Steps[tuple[str, str]]:

@@ -18,7 +18,7 @@ def hermes():
         ("", "", []),
         ("Just text < 5 and <b>.\n", "Just text < 5 and <b>.\n", []),
         (CALL, "", [("f", ARGUMENTS)]),
-        (f"Let me see.\n{CALL}\n", "Let me see.", [("f", ARGUMENTS)]),
+        (f"Let me see. \n\n{CALL}\n", "Let me see.", [("f", ARGUMENTS)]),
         (f"{CALL}\n{CALL}", "", [("f", ARGUMENTS)] * 2),
         (f"{CALL}{CALL} Done. ", " Done. ", [("f", ARGUMENTS)] * 2),
         ('<tool_call>{"name":"g"}</tool_call>', "", [("g", "{}")]),

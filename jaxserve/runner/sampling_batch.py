@@ -21,7 +21,7 @@ from jaxserve.sampling_params import MIN_TEMPERATURE, SamplingParams
 LOGPROBS_SIZES = (1, 5, 20)
 """Numbers of most likely tokens that the sampler is compiled for."""
 
-MIN_LIST = 64
+MIN_LIST = 256
 """Entries of the shortest list of blocked or seen tokens that the sampler is compiled for."""
 
 

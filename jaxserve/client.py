@@ -124,6 +124,7 @@ class EngineClient:
         request_id: str,
         eos_token_id: int | None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `Engine.generate`. The request goes to the engine with the smallest score."""
         replica = self._pick(request_id)
@@ -136,6 +137,7 @@ class EngineClient:
             eos_token_id=eos_token_id,
             priority=priority,
             arrival_s=time.monotonic(),
+            cache_salt=cache_salt,
         )
         request = replica.submit(submit)
         try:
@@ -147,6 +149,11 @@ class EngineClient:
         finally:
             if replica.in_flight.get(request_id) is request:
                 replica.abort([request_id])
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See `Engine.abort`."""
+        for replica in self._replicas:
+            _abort(replica, [i for i in request_ids if i in replica.in_flight])
 
     def check_health(self) -> None:
         """Raises EngineDeadError if an engine is dead, or holds requests and does not move."""
@@ -165,11 +172,7 @@ class EngineClient:
                     self._departed.clear()
                     await self._departed.wait()
         for replica in self._replicas:
-            rest = dict(replica.in_flight)
-            if rest:
-                replica.abort(list(rest))
-            for request_id, request in rest.items():
-                request.stream.push(RequestOutput(request_id, [], FinishReason.ABORT))
+            _abort(replica, list(replica.in_flight))
 
     async def close(self) -> None:
         """Ends the engines and removes the sockets. Requests on board fail with EngineDeadError.
@@ -277,6 +280,16 @@ class EngineClient:
             if replica.ready.done():
                 logger.error("%s; requests on board that fail: %d", error, len(replica.in_flight))
             replica.die(error)
+
+
+def _abort(replica: Replica, request_ids: list[str]) -> None:
+    """Takes requests off an engine, and tells their readers."""
+    if not request_ids:
+        return
+    streams = {i: replica.in_flight[i].stream for i in request_ids}
+    replica.abort(request_ids)
+    for request_id, stream in streams.items():
+        stream.push(RequestOutput(request_id, [], FinishReason.ABORT))
 
 
 def _cause(failed: EngineFailed) -> JaxserveError:

@@ -30,6 +30,7 @@ class Engine(Protocol):
         request_id: str,
         eos_token_id: int | None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Runs one request and yields what it generates, as it comes.
 
@@ -44,11 +45,16 @@ class Engine(Protocol):
             was still on its way to that one would be taken for this one's.
           eos_token_id: the token that ends the answer, or None if there is none or it is ignored.
           priority: smaller goes first, under the priority policy.
+          cache_salt: only requests with the same one share what is cached of their prompts.
 
         Raises:
           InvalidRequestError: the id is already in use.
           EngineDeadError: the engine that ran the request is gone, or none is left.
         """
+        ...
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends requests; their last output says so. Unknown ids are ignored."""
         ...
 
     def check_health(self) -> None:

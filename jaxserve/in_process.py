@@ -20,6 +20,7 @@ from jaxserve.messages import (
     Abort,
     EngineEvent,
     EngineRequest,
+    FinishReason,
     Ready,
     RequestOutput,
     Shutdown,
@@ -89,6 +90,7 @@ class InProcessEngine:
         request_id: str,
         eos_token_id: int | None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `Engine.generate`."""
         self.check_health()
@@ -105,6 +107,7 @@ class InProcessEngine:
                 eos_token_id=eos_token_id,
                 priority=priority,
                 arrival_s=time.monotonic(),
+                cache_salt=cache_salt,
             )
         )
         try:
@@ -117,6 +120,14 @@ class InProcessEngine:
             if self._streams.get(request_id) is stream:  # it has not finished
                 del self._streams[request_id]
                 self._inbox.put(Abort([request_id]))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See `Engine.abort`."""
+        for request_id in request_ids:
+            stream = self._streams.pop(request_id, None)
+            if stream is not None:
+                self._inbox.put(Abort([request_id]))
+                stream.push(RequestOutput(request_id, [], FinishReason.ABORT))
 
     async def close(self) -> None:
         """Ends the engine after the step under way. Requests on board fail with EngineDeadError."""

@@ -52,4 +52,9 @@ def merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     if first.logprobs is not None and second.logprobs is not None:
         first.logprobs.extend(second.logprobs)
     logprobs = second.logprobs if first.logprobs is None else first.logprobs
-    return msgspec.structs.replace(second, token_ids=first.token_ids, logprobs=logprobs)
+    return msgspec.structs.replace(
+        second,
+        token_ids=first.token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+    )

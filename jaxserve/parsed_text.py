@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from jaxserve.detokenizer import Detokenizer, DetokenizerStep, StopMatcher
 from jaxserve.parsing.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments
 from jaxserve.parsing.message_parser import MessageParser
@@ -92,15 +90,15 @@ class ParsedText:
 
 def _append(out: list[Event], event: Event) -> None:
     """Adds an event, joined with the last one if they are of a kind."""
-    if out and type(out[-1]) is type(event):
-        last = out[-1]
-        if isinstance(event, ContentDelta | ReasoningDelta):
-            out[-1] = msgspec.structs.replace(last, text=last.text + event.text)
-            return
-        if isinstance(event, ToolCallArguments) and last.index == event.index:
-            out[-1] = msgspec.structs.replace(last, text=last.text + event.text)
-            return
-    out.append(event)
+    last = out[-1] if out else None
+    if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
+        out[-1] = ContentDelta(last.text + event.text)
+    elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+        out[-1] = ReasoningDelta(last.text + event.text)
+    elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments):
+        out[-1] = ToolCallArguments(event.index, last.text + event.text)
+    else:
+        out.append(event)
 
 
 def _step(events: list[Event], stop: str | None, num_used: int) -> ParsedStep:

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+import msgspec
+
 from jaxserve.errors import EngineDeadError
 from jaxserve.messages import FinishReason, Ready, RequestOutput, StepStats, Submit, TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
@@ -55,7 +57,7 @@ class ScriptedEngine:
         self.error: Exception | None = None
         self._script = script
         self._tokens_per_output = tokens_per_output
-        self._running: set[str] = set()
+        self._running: dict[str, asyncio.Event] = {}
 
     @property
     def stats(self) -> dict[int, StepStats]:
@@ -67,6 +69,12 @@ class ScriptedEngine:
         if self.error is not None:
             raise self.error
 
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See `Engine.abort`."""
+        for request_id in request_ids:
+            if request_id in self._running:
+                self._running[request_id].set()
+
     async def generate(
         self,
         prompt_token_ids: Sequence[int],
@@ -75,12 +83,14 @@ class ScriptedEngine:
         request_id: str,
         eos_token_id: int | None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `Engine.generate`."""
         self.check_health()
         submit = Submit(request_id, list(prompt_token_ids), params, eos_token_id, priority)
+        submit = msgspec.structs.replace(submit, cache_salt=cache_salt)
         self.submitted.append(submit)
-        self._running.add(request_id)
+        told_to_end = self._running[request_id] = asyncio.Event()
         tokens, reason, stop_reason = self._answer(submit)
         scheduled_s = time.monotonic()
         finished = False
@@ -89,7 +99,10 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
                 self._check_faults(start)
                 if self.stall_after is not None and start >= self.stall_after:
-                    await asyncio.Event().wait()
+                    await told_to_end.wait()
+                if told_to_end.is_set():
+                    yield RequestOutput(request_id, [], FinishReason.ABORT)
+                    return
                 ids = tokens[start : start + self._tokens_per_output]
                 finished = start + len(ids) == len(tokens)
                 logprobs = None
@@ -103,9 +116,10 @@ class ScriptedEngine:
                     logprobs,
                     num_cached_tokens=len(prompt_token_ids) // 16 * 16,
                     scheduled_s=scheduled_s,
+                    prompt_logprobs=_prompt_logprobs(submit) if start == 0 else None,
                 )
         finally:
-            self._running.discard(request_id)
+            del self._running[request_id]
             if not finished:
                 self.aborted.append(request_id)
 
@@ -128,6 +142,13 @@ class ScriptedEngine:
                 if token in params.stop_token_ids:
                     return tokens, FinishReason.STOP, token
         return tokens, FinishReason.LENGTH, None
+
+
+def _prompt_logprobs(submit: Submit) -> list[TokenLogprobs | None] | None:
+    k = submit.params.prompt_logprobs
+    if k is None:
+        return None
+    return [None, *(logprobs_of(token_id, k) for token_id in submit.prompt_token_ids[1:])]
 
 
 def logprobs_of(token_id: int, k: int) -> TokenLogprobs:

@@ -109,6 +109,16 @@ async def test_closing_the_generator_frees_what_it_held(start) -> None:
     assert await read(generate(engine, [1, 2, 3])) == expected([1, 2, 3])
 
 
+async def test_a_request_can_be_ended_from_outside(start) -> None:
+    engine = await start(config("fake:step_s=0.001"))
+    outputs = generate(engine, [1] * 100, max_tokens=900)
+    await anext(outputs)
+    engine.abort(["a", "unknown"])
+    rest = [output async for output in outputs]
+    assert rest[-1].finish_reason == FinishReason.ABORT
+    await until_idle(engine)
+
+
 async def test_an_id_in_use_is_refused(start) -> None:
     engine = await start(config("fake:step_s=0.001"))
     first = generate(engine, [1], max_tokens=900)

@@ -87,7 +87,6 @@ BAD = [
     ({"prompt": "x", "temperature": -1}, 400, "temperature"),
     ({"prompt": "x", "top_p": 0}, 400, "top_p"),
     ({"prompt": "x", "n": 0}, 400, "n"),
-    ({"prompt": "x", "n": 2, "temperature": 0}, 400, "n"),
     ({"prompt": "x", "logprobs": 1000}, 400, "logprobs"),
     ({"prompt": "x", "stop": [""]}, 400, "stop"),
     ({"prompt": "x", "stop_token_ids": [10**6]}, 400, "stop_token_ids"),
@@ -106,8 +105,10 @@ async def test_bad_requests_are_refused_and_leave_the_server_well(server) -> Non
             reply = await client.post(
                 "/v1/completions", headers={"content-type": "application/json"}, **content
             )
-            assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), body
-            assert reply.json()["error"]["message"]
+            assert reply.status_code == status, body
+            error = reply.json()["error"]
+            assert error["param"] == param, body
+            assert error["message"]
     await server.until_idle()
     async with server.async_client() as client:
         assert await stream_text(client, request) == before

@@ -100,9 +100,9 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What one step added to one request. ``finish_reason`` is a `FinishReason` or None.
 
     ``stop_reason`` is the stop id that ended it, None for the end token and other reasons.
-    ``logprobs`` has one entry a token when the request asked for them. ``prompt_logprobs`` come with
-    the first token when the request asked for them: entry i is about token i of the prompt, the
-    first is None. ``scheduled_s`` is when the request first ran.
+    ``logprobs`` has one entry a token when the request asked for them. ``prompt_logprobs`` come
+    with the first token when the request asked for them: entry i is about token i of the prompt,
+    the first is None. ``scheduled_s`` is when the request first ran.
     """
 
     request_id: str

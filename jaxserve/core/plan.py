@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from jaxserve.core.constraint import Constraint
 from jaxserve.messages import TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
@@ -36,6 +37,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
       params: the sampling parameters of the request; ``seed`` is set.
       eos_token_id: the end token that ``params.min_tokens`` holds back, or None.
       num_prompt_tokens: tokens at positions below this came with the prompt; the rest is output.
+      constraint: what the sampled token must obey, or None.
       known_token_ids: every token of the request that the host knows, prompt first. Read it while
         the step is built, not later: it grows.
       num_unknown_tokens: how many tokens after ``known_token_ids`` were sampled on the device
@@ -56,6 +58,16 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int
     known_token_ids: Sequence[int]
     num_unknown_tokens: int = 0
+    constraint: Constraint | None = None
+
+    @property
+    def num_prompt_targets(self) -> int:
+        """How many tokens of the part are followed by one whose log probability, as a token of the
+        prompt, is asked for. They are the first ones of the part.
+        """
+        if self.params.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.num_tokens, self.num_prompt_tokens - 1 - self.start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +90,44 @@ class StepPlan:
         """The parts that sample a token, in packing order."""
         return tuple(part for part in self.scheduled if part.samples)
 
+    @property
+    def scoring(self) -> tuple[ScheduledRequest, ...]:
+        """The parts with `ScheduledRequest.num_prompt_targets`, in packing order."""
+        return tuple(part for part in self.scheduled if part.num_prompt_targets)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a token that is sampled has to obey a constraint."""
+        return any(part.constraint is not None and part.samples for part in self.scheduled)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step sampled, aligned with ``plan.sampling``.
 
     ``logprobs`` has an entry per sampled token, None for the requests that did not ask; it is None
-    if none asked.
+    if none asked. ``prompt_logprobs`` is aligned with ``plan.scoring`` and has an entry for each of
+    the part's `ScheduledRequest.num_prompt_targets`.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] | None = None
+    prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
 
 
 class StepHandle(Protocol):
-    """A step under way."""
+    """A step under way.
+
+    The forward pass runs. If the plan `is_constrained`, sampling waits for `sample`: what may be
+    sampled depends on tokens that the step before it samples, so that masks are filled when those
+    are known, while the forward pass runs.
+    """
+
+    def sample(self) -> None:
+        """Starts the sampling of a constrained plan. Call it once, when all results of earlier
+        steps have been taken in, and before the next step is executed.
+        """
+        ...
 
     def result(self) -> StepResult:
         """Waits for the step. Call it once."""
@@ -108,5 +143,5 @@ class Runner(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> StepHandle:
-        """Starts a step and returns without waiting for it."""
+        """Starts a step and returns without waiting for it; see `StepHandle`."""
         ...

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.messages import FinishReason, Submit
+import msgspec
+
+from jaxserve.core.constraint import Constraint
+from jaxserve.messages import FinishReason, Submit, TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -39,6 +43,9 @@ class Request:
       row: its row in the per-request device arrays while it runs.
       block_ids: its block table: blocks of the KV cache in the order of their positions.
       scheduled_s: when it first ran.
+      constraint: what its output has to obey, or None.
+      prompt_logprobs: what is known of those that were asked for, from the first token of the
+        prompt on, whose entry is None; None if they were not asked for or have been handed over.
     """
 
     id: str
@@ -57,11 +64,23 @@ class Request:
     row: int | None = None
     block_ids: list[int] = field(default_factory=list)
     scheduled_s: float | None = None
+    constraint: Constraint | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @classmethod
-    def from_submit(cls, submit: Submit, *, order: int, context_length: int) -> Request:
+    def from_submit(
+        cls,
+        submit: Submit,
+        *,
+        order: int,
+        context_length: int,
+        constraint: Constraint | None = None,
+    ) -> Request:
         """The state of a request that has just arrived and that may grow to ``context_length``."""
         params = submit.params
+        if submit.num_prior_tokens > 0 and params.prompt_logprobs is not None:
+            # They came with the first token.
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
         num_prompt_tokens = len(submit.prompt_token_ids) - submit.num_prior_tokens
         max_num_tokens = context_length
         if params.max_tokens is not None:
@@ -77,6 +96,8 @@ class Request:
             max_num_tokens=max_num_tokens,
             token_ids=list(submit.prompt_token_ids),
             stop_token_ids=frozenset(params.stop_token_ids),
+            constraint=constraint,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
 
     @property
@@ -100,6 +121,25 @@ class Request:
                 return FinishReason.STOP, None
             if token_id in self.stop_token_ids:
                 return FinishReason.STOP, token_id
+        if self.constraint is not None:
+            finish_reason = self.constraint.accept(token_id)
+            if finish_reason is not None:
+                return finish_reason, None
         if len(self.token_ids) >= self.max_num_tokens:
             return FinishReason.LENGTH, None
         return None, None
+
+    def add_prompt_logprobs(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Takes what a step found about the tokens after position ``start``.
+
+        After a preemption steps find again what is known already.
+        """
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += entries[len(self.prompt_logprobs) - start - 1 :]
+
+    def hand_over_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """All of them, if they were asked for; they are not computed again."""
+        found, self.prompt_logprobs = self.prompt_logprobs, None
+        if found is not None:
+            self.params = msgspec.structs.replace(self.params, prompt_logprobs=None)
+        return found

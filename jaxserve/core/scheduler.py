@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 from jaxserve.core.block_pool import BlockPool
+from jaxserve.core.constraint import Constraint
 from jaxserve.core.kv_cache_manager import KVCacheManager
 from jaxserve.core.limits import check_length, context_length
 from jaxserve.core.plan import StepPlan, StepResult
@@ -90,8 +91,8 @@ class Scheduler:
             total_generation_tokens=self._total_generation_tokens,
         )
 
-    def add(self, submit: Submit) -> None:
-        """Queues a request.
+    def add(self, submit: Submit, constraint: Constraint | None = None) -> None:
+        """Queues a request whose output has to obey ``constraint``.
 
         Raises:
           InvalidRequestError: it can never run to its end, or its id is taken.
@@ -103,7 +104,10 @@ class Scheduler:
         num_prompt_tokens = len(submit.prompt_token_ids) - submit.num_prior_tokens
         check_length(num_prompt_tokens, submit.params.max_tokens, **self._sizes)
         request = Request.from_submit(
-            submit, order=next(self._arrivals), context_length=context_length(**self._sizes)
+            submit,
+            order=next(self._arrivals),
+            context_length=context_length(**self._sizes),
+            constraint=constraint,
         )
         if len(request.token_ids) >= request.max_num_tokens:
             raise InvalidRequestError(
@@ -143,7 +147,12 @@ class Scheduler:
 
         Returns one output for each token of a request that is still alive.
         """
-        requests = self._under_way.pop(plan.step_id)
+        drafted = list(zip(self._under_way.pop(plan.step_id), plan.scheduled, strict=True))
+        if result.prompt_logprobs:
+            scoring = [pair for pair in drafted if pair[1].num_prompt_targets]
+            for (request, part), entries in zip(scoring, result.prompt_logprobs, strict=True):
+                request.add_prompt_logprobs(part.start, entries)
+        requests = [request for request, part in drafted if part.samples]
         assert len(requests) == len(result.token_ids)
         outputs = []
         logprobs = result.logprobs or itertools.repeat(None)
@@ -154,8 +163,10 @@ class Scheduler:
                 continue
             request.num_unknown_tokens -= 1
             finish_reason, stop_reason = request.append(token_id)
+            prompt_logprobs = None
             if request.num_output_tokens == 1:
                 self._total_prompt_tokens += request.num_prompt_tokens
+                prompt_logprobs = request.hand_over_prompt_logprobs()
             outputs.append(
                 RequestOutput(
                     request_id=request.id,
@@ -164,6 +175,7 @@ class Scheduler:
                     stop_reason=stop_reason,
                     logprobs=None if token_logprobs is None else [token_logprobs],
                     scheduled_s=request.scheduled_s or 0.0,
+                    prompt_logprobs=prompt_logprobs,
                 )
             )
             if finish_reason is not None:

@@ -53,6 +53,7 @@ class StepDraft:
             num_prompt_tokens=request.num_prompt_tokens,
             known_token_ids=request.token_ids,
             num_unknown_tokens=request.num_unknown_tokens,
+            constraint=request.constraint,
         )
         request.num_computed_tokens = end
         request.num_unknown_tokens += samples
@@ -60,7 +61,7 @@ class StepDraft:
         (self._one_token if num_tokens == 1 else self._longer).append((request, part))
 
     def finish(self, step_id: int) -> tuple[StepPlan, Sequence[Request]]:
-        """The plan, and the requests that its `StepPlan.sampling` parts belong to."""
+        """The plan, and the requests that its parts belong to."""
         drafted = self._one_token + self._longer
         plan = StepPlan(step_id, tuple(part for _, part in drafted))
-        return plan, [request for request, part in drafted if part.samples]
+        return plan, [request for request, _ in drafted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -18,10 +19,11 @@ from jaxserve.ops.attention import AttentionBackend, KVCache
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import Bucket, Buckets
 from jaxserve.runner.packing import pack
-from jaxserve.runner.sampling_batch import SamplingBatchBuilder
+from jaxserve.runner.prompt_logprobs import PromptScorer, PromptScores
+from jaxserve.runner.sampling_batch import SamplingBatchBuilder, fill_masks
 from jaxserve.runner.step import LanguageModel, StepState, make_sample_step, make_step
 from jaxserve.sampling.logprobs import to_message
-from jaxserve.sampling.rows import GREEDY, SamplingFeatures
+from jaxserve.sampling.rows import GREEDY, SamplingFeatures, SamplingRows
 from jaxserve.sampling.sampler import Sampled
 
 logger = logging.getLogger("jaxserve")
@@ -68,6 +70,7 @@ class ModelRunner:
         self._state = StepState(kv, jnp.zeros(rows, jnp.int32))
         self._step = make_step(bind, attention)
         self._sample_step = make_sample_step()
+        self._scorer = PromptScorer(bind, vocab_size)
         self._block_size = sizes.block_size
         self.buckets = Buckets(
             max_num_seqs=rows,
@@ -85,7 +88,8 @@ class ModelRunner:
     @property
     def num_compilations(self) -> int:
         """Programs compiled, or loaded from the cache of compiled programs, since the start."""
-        return self._step._cache_size() + self._sample_step._cache_size()  # type: ignore
+        jitted: tuple[Any, ...] = (self._step, self._sample_step)
+        return sum(each._cache_size() for each in jitted) + self._scorer.num_compilations
 
     def execute(self, plan: StepPlan) -> StepInFlight:
         """Starts a step and returns without waiting for it."""
@@ -118,39 +122,74 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan, bucket: Bucket, features: SamplingFeatures) -> StepInFlight:
         inputs = self._batch.build(plan, bucket, keep_tokens=features == GREEDY)
-        self._state, logits, tokens = self._step(self._params, self._state, pack(inputs))
-        sampled = Sampled(tokens, None)
-        if features != GREEDY:
-            rows = self._sampling.build(plan, bucket.num_rows, features)
-            last_tokens, sampled = self._sample_step(
-                logits, self._state.last_tokens, pack(rows), features=features
-            )
-            self._state = StepState(self._state.kv, last_tokens)
-        return StepInFlight(plan, sampled)
+        self._state, forward = self._step(self._params, self._state, pack(inputs))
+        scores = self._scorer.start(self._params, forward.hidden, plan)
+        if features == GREEDY:
+            return StepInFlight(plan, scores, Sampled(forward.best, None))
+        rows = self._sampling.build(plan, bucket.num_rows, features)
+        sample = functools.partial(self._sample, plan, forward.logits, rows, features)
+        return StepInFlight(plan, scores, sample if plan.is_constrained else sample())
+
+    def _sample(
+        self, plan: StepPlan, logits: jax.Array, rows: SamplingRows, features: SamplingFeatures
+    ) -> Sampled:
+        """Starts the sampling of a step, the last one that was started."""
+        if plan.is_constrained:
+            fill_masks(plan, rows)
+        last_tokens, sampled = self._sample_step(
+            logits, self._state.last_tokens, pack(rows), features=features
+        )
+        self._state = StepState(self._state.kv, last_tokens)
+        return sampled
 
 
 class StepInFlight:
-    """A step under way."""
+    """A step under way.
 
-    def __init__(self, plan: StepPlan, sampled: Sampled) -> None:
-        self._sampled = sampled
+    Args:
+      plan: of the step.
+      scores: the prompt log probabilities that it was asked for.
+      sampled: what it samples, or what starts the sampling when it is called.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        scores: PromptScores | None,
+        sampled: Sampled | Callable[[], Sampled],
+    ) -> None:
         self._asked = [
             (row, part.params.logprobs) for row, part in enumerate(plan.scheduled) if part.samples
         ]
-        for array in jax.tree.leaves(sampled):
-            array.copy_to_host_async()
+        self._scores = scores
+        self._sampled = sampled
+        if isinstance(sampled, Sampled):
+            _copy_to_host(sampled)
+
+    def sample(self) -> None:
+        """Starts the sampling that had to wait."""
+        assert not isinstance(self._sampled, Sampled), "sampled already"
+        self._sampled = self._sampled()
+        _copy_to_host(self._sampled)
 
     def result(self) -> StepResult:
         """Waits for the step."""
+        assert isinstance(self._sampled, Sampled), "not sampled yet"
         sampled = jax.tree.map(np.asarray, self._sampled)
         tokens = sampled.tokens[[row for row, _ in self._asked]].tolist()
+        scores = self._scores.result() if self._scores is not None else ()
         if sampled.logprobs is None:
-            return StepResult(tokens)
+            return StepResult(tokens, None, scores)
         logprobs: list[TokenLogprobs | None] = [
             None if k is None else to_message(sampled.logprobs, row, token, k)
             for (row, k), token in zip(self._asked, tokens, strict=True)
         ]
-        return StepResult(tokens, logprobs)
+        return StepResult(tokens, logprobs, scores)
+
+
+def _copy_to_host(sampled: Sampled) -> None:
+    for array in jax.tree.leaves(sampled):
+        array.copy_to_host_async()
 
 
 def _program_name(bucket: Bucket, features: SamplingFeatures) -> str:

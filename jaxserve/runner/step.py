@@ -51,15 +51,31 @@ class StepState:
     last_tokens: jax.Array
 
 
-StepFn = Callable[[Any, StepState, Packed], tuple[StepState, jax.Array, jax.Array]]
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Forward:
+    """What the model makes of the tokens of a step.
+
+    Attributes:
+      hidden: [T, D], of every token, to be given to `LanguageModel.logits`.
+      logits: f32[R, V], after the last token of each request.
+      best: i32[R], the most likely next tokens.
+    """
+
+    hidden: jax.Array
+    logits: jax.Array
+    best: jax.Array
+
+
+StepFn = Callable[[Any, StepState, Packed], tuple[StepState, Forward]]
 SampleFn = Callable[..., tuple[jax.Array, Sampled]]
 
 
 def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend) -> StepFn:
     """The jitted step.
 
-    ``(params, state, packed StepInputs) -> (state, logits f32[R, V], most likely tokens i32[R])``;
-    the state that is passed in is gone afterwards.
+    ``(params, state, packed StepInputs) -> (state, Forward)``; the state that is passed in is gone
+    afterwards.
 
     Args:
       bind: makes the model from its parameters; called while tracing.
@@ -67,9 +83,7 @@ def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend)
     """
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def step(
-        params: Any, state: StepState, packed: Packed
-    ) -> tuple[StepState, jax.Array, jax.Array]:
+    def step(params: Any, state: StepState, packed: Packed) -> tuple[StepState, Forward]:
         inputs: StepInputs = packed.unpack()
         known = inputs.sources < 0
         tokens = jnp.where(known, inputs.tokens, state.last_tokens[inputs.sources])
@@ -78,7 +92,7 @@ def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend)
         logits = model.logits(hidden[inputs.last])
         best = argmax(logits)
         last_tokens = state.last_tokens.at[inputs.targets].set(best, mode="drop")
-        return StepState(kv, last_tokens), logits, best
+        return StepState(kv, last_tokens), Forward(hidden, logits, best)
 
     return step
 

@@ -11,6 +11,14 @@ import numpy as np
 from jaxserve.messages import TokenLogprobs
 from jaxserve.sampling.vocabulary import top_k
 
+SIZES = (1, 5, 20)
+"""Numbers of most likely tokens that programs are compiled for."""
+
+
+def logprobs_size(k: int, vocab_size: int) -> int:
+    """How many most likely tokens a program returns that has to return k."""
+    return min(next(size for size in SIZES if size >= k), vocab_size)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +20,8 @@ class SamplingFeatures:
       random: draw tokens; otherwise every row takes the most likely one.
       filters: apply min_p, top_p, and top_k up to `SMALL_TOP_K`.
       large_top_k: a row keeps more than `SMALL_TOP_K` tokens but not all.
+      masked: `SamplingRows.mask` is set.
+      biased: `SamplingRows.biased` is set.
       blocked: `SamplingRows.blocked` is set.
       penalties: `SamplingRows.seen` is set.
       num_logprobs: how many of the most likely tokens to return with their log probabilities
@@ -28,6 +31,8 @@ class SamplingFeatures:
     random: bool = False
     filters: bool = False
     large_top_k: bool = False
+    masked: bool = False
+    biased: bool = False
     blocked: bool = False
     penalties: bool = False
     num_logprobs: int | None = None
@@ -42,13 +47,44 @@ GREEDY = SamplingFeatures()
 class BlockedTokens:
     """Tokens that must not be sampled now, as pairs. N is padded.
 
+    Some are blocked only after a certain token, which may be one that the host has not seen.
+
     Attributes:
       rows: i32[N], index into the rows of logits, in [0, R); padding R.
       ids: i32[N], in [0, V).
+      sources: i32[N], index into ``last_tokens`` of the token that decides, -1 for blocked anyway.
+      after: i32[N], the token that must be there, in [0, V); 0 where ``sources`` is -1.
     """
 
     rows: jax.Array
     ids: jax.Array
+    sources: jax.Array
+    after: jax.Array
+
+    def decided(self, last_tokens: jax.Array, num_rows: int) -> BlockedTokens:
+        """The same with those that are not blocked after all turned into padding."""
+        is_blocked = (self.sources < 0) | (last_tokens[self.sources] == self.after)
+        return dataclasses.replace(
+            self,
+            rows=jnp.where(is_blocked, self.rows, num_rows),
+            sources=jnp.full_like(self.sources, -1),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BiasedTokens:
+    """What is added to the logits of single tokens. N is padded.
+
+    Attributes:
+      rows: i32[N], index into the rows of logits, in [0, R); padding R.
+      ids: i32[N], in [0, V), unique within a row.
+      values: f32[N], finite.
+    """
+
+    rows: jax.Array
+    ids: jax.Array
+    values: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +137,10 @@ class SamplingRows:
       repetition: f32[R], > 0; 1 is off.
       frequency: f32[R]; 0 is off.
       presence: f32[R]; 0 is off.
-      blocked: what `SamplingParams.min_tokens` holds back, or None.
+      mask: u32[R, ceil(V / 32)], token 32 w + b may be sampled if bit b of word w is set, or None.
+        Each row allows a token at least.
+      biased: what `SamplingParams.logit_bias` adds, or None.
+      blocked: what `SamplingParams.bad_words_token_ids` and ``min_tokens`` hold back, or None.
       seen: what the penalties count, or None.
     """
 
@@ -115,5 +154,7 @@ class SamplingRows:
     repetition: jax.Array
     frequency: jax.Array
     presence: jax.Array
+    mask: jax.Array | None = None
+    biased: BiasedTokens | None = None
     blocked: BlockedTokens | None = None
     seen: SeenTokens | None = None

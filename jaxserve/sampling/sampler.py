@@ -33,10 +33,10 @@ def sample(
 ) -> tuple[jax.Array, Sampled]:
     """Takes one token from each row of logits.
 
-    In this order: log probabilities of the logits as they come, blocked tokens, penalties; greedy
-    rows take the most likely token; the others are divided by their temperature and drawn after
-    min_p, top_k and top_p. A row's token is a function of its logits and its own entries in
-    ``rows``: neighbours and the number of rows do not matter.
+    In this order: log probabilities of the logits as they come, masks, blocked tokens, biases,
+    penalties; greedy rows take the most likely token; the others are divided by their temperature
+    and drawn after min_p, top_k and top_p. A row's token is a function of its logits and its own
+    entries in ``rows``: neighbours and the number of rows do not matter.
 
     Args:
       logits: f32[R, V], finite or -inf.
@@ -49,6 +49,8 @@ def sample(
     """
     if rows.seen is not None:
         rows = dataclasses.replace(rows, seen=rows.seen.with_pending(last_tokens))
+    if rows.blocked is not None:
+        rows = dataclasses.replace(rows, blocked=rows.blocked.decided(last_tokens, len(logits)))
     changed = logits
     for transform in ALWAYS:
         changed = transform(changed, rows, features)

@@ -22,12 +22,35 @@ Transform = Callable[[jax.Array, SamplingRows, SamplingFeatures], jax.Array]
 """(logits f32[R, V], rows, features) -> logits f32[R, V]"""
 
 
+def keep_allowed(logits: jax.Array, rows: SamplingRows, features: SamplingFeatures) -> jax.Array:
+    """Keeps the tokens that the mask allows."""
+    if not features.masked:
+        return logits
+    assert rows.mask is not None
+    bits = (rows.mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(len(logits), -1)[:, : logits.shape[1]] > 0
+    return jnp.where(allowed, logits, -jnp.inf)
+
+
 def block_tokens(logits: jax.Array, rows: SamplingRows, features: SamplingFeatures) -> jax.Array:
-    """Removes the end tokens of requests that have not reached their min_tokens."""
+    """Removes bad words, and the end tokens of requests that have not reached their min_tokens.
+
+    Not where nothing would be left: a token has to be taken, and the mask knows better.
+    """
     if not features.blocked:
         return logits
     assert rows.blocked is not None
-    return logits.at[rows.blocked.rows, rows.blocked.ids].set(-jnp.inf, mode="drop")
+    blocked = logits.at[rows.blocked.rows, rows.blocked.ids].set(-jnp.inf, mode="drop")
+    return jnp.where(blocked.max(-1, keepdims=True) > -jnp.inf, blocked, logits)
+
+
+def add_bias(logits: jax.Array, rows: SamplingRows, features: SamplingFeatures) -> jax.Array:
+    """Adds the biases; what has been removed stays removed."""
+    if not features.biased:
+        return logits
+    assert rows.biased is not None
+    biased = rows.biased
+    return logits.at[biased.rows, biased.ids].add(biased.values, mode="drop")
 
 
 def penalise(logits: jax.Array, rows: SamplingRows, features: SamplingFeatures) -> jax.Array:
@@ -73,7 +96,7 @@ def keep_top_k(logits: jax.Array, rows: SamplingRows, features: SamplingFeatures
     return jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
 
-ALWAYS: tuple[Transform, ...] = (block_tokens, penalise)
+ALWAYS: tuple[Transform, ...] = (keep_allowed, block_tokens, add_bias, penalise)
 """Stages that can change which token is the most likely, in order."""
 
 BEFORE_DRAW: tuple[Transform, ...] = (scale_by_temperature, keep_min_p, keep_top_k)

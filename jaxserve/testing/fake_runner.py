@@ -126,7 +126,16 @@ class FakeRunner:
         if any(p.logprobs is not None for p in params):
             pairs = zip(tokens, params, strict=True)
             logprobs = [fake_logprobs(t, p.logprobs, self._model.vocab_size) for t, p in pairs]
-        return FakeStep(StepResult(tokens, logprobs), self._gate, self._model.step_s)
+        prompt_logprobs = [self._score(part) for part in plan.scoring]
+        result = StepResult(tokens, logprobs, prompt_logprobs)
+        return FakeStep(result, self._gate, self._model.step_s)
+
+    def _score(self, part: ScheduledRequest) -> list[TokenLogprobs]:
+        start = part.start + 1
+        tokens = part.known_token_ids[start : start + part.num_prompt_targets]
+        k = part.params.prompt_logprobs
+        entries = (fake_logprobs(token, k, self._model.vocab_size) for token in tokens)
+        return [entry for entry in entries if entry is not None]
 
     def _check(self, plan: StepPlan) -> None:
         parts = plan.scheduled
@@ -203,6 +212,9 @@ class FakeStep:
     _result: StepResult
     _gate: threading.Event | None
     _step_s: float
+
+    def sample(self) -> None:
+        """Nothing is left to do: a fake ignores constraints."""
 
     def result(self) -> StepResult:
         """Waits for the gate, then as long as a step takes."""

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.messages import RequestOutput
+from jaxserve.core.scheduler import Scheduler
+from jaxserve.engine.core import EngineCore
+from jaxserve.messages import RequestOutput, Submit
 from jaxserve.sampling_params import SamplingParams
 
 VOCAB = 300
@@ -32,7 +34,7 @@ def greedy_reference(model, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, seed=0)
-PROMPTS = prompts(1, 3, 17, 40, 70, 8)
+PROMPTS = prompts(1, 3, 17, 40, 70, 8, 22, 5)
 VARIANTS = {
     "alone": {"max_num_seqs": 1},
     "two at a time": {"max_num_seqs": 2},
@@ -66,7 +68,14 @@ MIXED_PARAMS = [
     SamplingParams(
         temperature=0, frequency_penalty=1.0, presence_penalty=0.5, max_tokens=12, seed=6
     ),
-]
+    SamplingParams(
+        temperature=0.8, logit_bias={7: 3.0, 250: -100.0}, max_tokens=12, seed=7,
+        bad_words_token_ids=tuple((a, b) for a in range(0, VOCAB, 3) for b in (7, 8, 9)),
+    ),
+    SamplingParams(
+        temperature=1.2, allowed_token_ids=tuple(range(0, VOCAB, 7)), max_tokens=12, seed=8
+    ),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +135,85 @@ def test_min_tokens_holds_back_stop_ids_until_then(tiny_model, generate):
             break
     outputs = generate({"a": (PROMPTS[2], params)}, depth=2)
     assert tokens_of(outputs["a"]) == tokens[len(PROMPTS[2]) :]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_biases_allowed_tokens_and_bad_words_equal_a_reference_loop(tiny_model, generate, depth):
+    prompt = PROMPTS[2]
+    free = greedy_reference(tiny_model, prompt, 24)
+    allowed = tuple({*free, *range(0, VOCAB, 2)})
+    words = ((free[2],), tuple(free[4:6]), tuple(free[7:10]), tuple(free[8:14]), (1, 2, 3))
+    params = SamplingParams(
+        temperature=0, seed=0, max_tokens=24, logit_bias={free[0]: -150.0, 3: 1.5},
+        allowed_token_ids=allowed, bad_words_token_ids=words,
+    )  # fmt: skip
+    expected = []
+    for _ in range(24):
+        logits = tiny_model.whole([*prompt, *expected])
+        logits[[i for i in range(VOCAB) if i not in allowed]] = -np.inf
+        for *start, last in words:
+            if expected[len(expected) - len(start) :] == start:
+                logits[last] = -np.inf
+        logits[free[0]] -= 100
+        logits[3] += 1.5
+        expected.append(int(logits.argmax()))
+    assert expected != free
+    plain = SamplingParams(temperature=0, seed=0, max_tokens=24)
+    outputs = generate({"a": (prompt, params), "b": (prompt, plain)}, depth=depth)
+    assert tokens_of(outputs["a"]) == expected
+    assert tokens_of(outputs["b"]) == free
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prompt_logprobs_are_those_of_the_reference(tiny_model, generate, variant):
+    asked = [3, 0, 20, None, 1, 5, None, 2]
+    requests = {
+        str(i): (
+            prompt,
+            SamplingParams(temperature=0, max_tokens=6, seed=0, prompt_logprobs=k, logprobs=1),
+        )
+        for i, (prompt, k) in enumerate(zip(PROMPTS, asked, strict=True))
+    }
+    outputs = generate(requests, **VARIANTS[variant])
+    for (prompt, params), of_request in zip(requests.values(), outputs.values(), strict=True):
+        assert all(output.prompt_logprobs is None for output in of_request[1:])
+        found = of_request[0].prompt_logprobs
+        if params.prompt_logprobs is None:
+            assert found is None
+            continue
+        assert len(found) == len(prompt)
+        assert found[0] is None
+        for i, entry in enumerate(found[1:], 1):
+            logits = tiny_model.whole(prompt[:i]).astype(np.float64)
+            expected = logits - np.log(np.exp(logits).sum())
+            best = np.argsort(-logits)[: params.prompt_logprobs].tolist()
+            assert entry.token_ids == [prompt[i], *best]
+            np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], atol=1e-4)
+            assert entry.rank == 1 + (logits > logits[prompt[i]]).sum()
+            if prompt[i] in best:
+                assert entry.logprobs[0] == entry.logprobs[1 + best.index(prompt[i])]
+
+
+def test_prompt_logprobs_come_once_also_after_a_crash(generate, runner):
+    """A resubmitted request has had them."""
+    params = SamplingParams(temperature=0, max_tokens=6, seed=0, prompt_logprobs=2)
+    whole = generate({"a": (PROMPTS[2], params)})["a"]
+    assert whole[0].prompt_logprobs is not None
+    prompt = PROMPTS[2] + tokens_of(whole)[:2]
+    core = EngineCore(
+        Scheduler(
+            max_num_seqs=4, max_num_batched_tokens=32, max_model_len=96, num_blocks=257,
+            block_size=4,
+        ),
+        runner,
+        depth=1,
+    )  # fmt: skip
+    core.add(Submit("a", prompt, params, num_prior_tokens=2))
+    outputs = []
+    while core.has_work:
+        outputs += core.step(0.0)
+    assert tokens_of(outputs) == tokens_of(whole)[2:]
+    assert all(output.prompt_logprobs is None for output in outputs)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -50,6 +50,10 @@ def built(*parts, num_rows=4, builder=None):
         ({"min_tokens": 1}, GREEDY),
         ({"min_tokens": 1, "eos": 5}, SamplingFeatures(blocked=True)),
         ({"min_tokens": 0, "eos": 5}, GREEDY),
+        ({"logit_bias": {}}, GREEDY),
+        ({"logit_bias": {3: 1.0}}, SamplingFeatures(biased=True)),
+        ({"allowed_token_ids": (3,)}, SamplingFeatures(masked=True)),
+        ({"bad_words_token_ids": ((3, 4),)}, SamplingFeatures(blocked=True)),
     ],
 )
 def test_features_are_what_the_requests_need(params, expected):
@@ -94,6 +98,59 @@ def test_blocked_ids_until_min_tokens():
 
     _, rows = built(at(4, 0), at(3, 1), at(0, 2))
     assert entries(rows.blocked, 4) == [(0, 4), (0, 5), (0, 9)]
+
+
+def test_biases_are_limited_and_forgotten_with_the_row():
+    builder = SamplingBatchBuilder(num_rows=S, vocab_size=V)
+    _, rows = built(
+        part(2), part(4, logit_bias={7: 0.5, 99: 1e30, 0: -101.0}), builder=builder
+    )  # fmt: skip
+    found = zip(
+        *(f.tolist() for f in (rows.biased.rows, rows.biased.ids, rows.biased.values)), strict=True
+    )
+    assert sorted(e for e in found if e[0] < 4) == [(1, 0, -100.0), (1, 7, 0.5), (1, 99, 100.0)]
+    features, rows = built(part(4), builder=builder)
+    assert features == GREEDY
+    assert rows.biased is None
+
+
+def allowed(rows, i: int) -> list[int]:
+    return [t for t in range(V) if int(rows.mask[i, t // 32]) >> (t % 32) & 1]
+
+
+def test_masks_hold_the_allowed_tokens_and_other_rows_allow_all():
+    ids = (0, 31, 32, 63, 99)
+    _, rows = built(part(3), part(1, allowed_token_ids=ids))
+    assert rows.mask.shape == (4, 4)
+    assert allowed(rows, 1) == list(ids)
+    assert allowed(rows, 0) == allowed(rows, 3) == list(range(V))
+
+
+WORDS = ((9,), (1, 2), (3, 1, 4), (5, 3, 1, 6))
+
+
+@pytest.mark.parametrize(
+    ("known", "num_prompt", "unknown", "expected"),
+    [
+        ((3, 1), 2, 0, {(9, -1, 0)}),  # the prompt does not count
+        ((3, 1), 0, 0, {(9, -1, 0), (2, -1, 0), (4, -1, 0)}),
+        ((5, 3, 1), 0, 0, {(9, -1, 0), (2, -1, 0), (4, -1, 0), (6, -1, 0)}),
+        ((5, 3, 1), 1, 0, {(9, -1, 0), (2, -1, 0), (4, -1, 0)}),
+        ((0,), 1, 1, {(9, -1, 0), (2, 5, 1)}),  # what the device knows may be the 1
+        ((3,), 0, 1, {(9, -1, 0), (2, 5, 1), (4, 5, 1)}),
+        ((5, 3), 0, 1, {(9, -1, 0), (2, 5, 1), (4, 5, 1), (6, 5, 1)}),
+        ((5, 3), 1, 1, {(9, -1, 0), (2, 5, 1), (4, 5, 1)}),
+    ],
+)
+def test_bad_words_block_their_last_token(known, num_prompt, unknown, expected):
+    _, rows = built(
+        part(0),
+        part(5, known=known, num_prompt=num_prompt, unknown=unknown, bad_words_token_ids=WORDS),
+    )
+    fields = (rows.blocked.rows, rows.blocked.ids, rows.blocked.sources, rows.blocked.after)
+    found = [e for e in zip(*(f.tolist() for f in fields), strict=True) if e[0] < 4]
+    assert {e[1:] for e in found} == expected
+    assert {e[0] for e in found} == {1}
 
 
 def test_seen_tokens_grow_with_the_request_and_are_forgotten_with_the_row():

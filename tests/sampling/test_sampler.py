@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.sampling.rows import BlockedTokens, SamplingFeatures
+from jaxserve.sampling.rows import BiasedTokens, BlockedTokens, SamplingFeatures
 from jaxserve.sampling.sampler import sample
 
 V = 1000
@@ -13,6 +13,10 @@ jitted = jax.jit(sample, static_argnames="features")
 
 def logits_of(num_rows: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(num_rows, V)).astype(np.float32) * 2
+
+
+def blocked_tokens(*entries: tuple[int, int, int, int]) -> BlockedTokens:
+    return BlockedTokens(*jnp.array(entries, jnp.int32).T)
 
 
 def test_greedy_rows_in_a_mixed_batch_take_the_most_likely_token(make_rows):
@@ -26,13 +30,98 @@ def test_greedy_rows_in_a_mixed_batch_take_the_most_likely_token(make_rows):
 def test_greedy_rows_take_the_most_likely_of_what_is_not_blocked(make_rows):
     logits = logits_of(2)
     best = logits.argmax(-1)
-    blocked = BlockedTokens(rows=jnp.array([0, 2]), ids=jnp.array([best[0], 0]))
+    blocked = blocked_tokens((0, best[0], -1, 0), (2, 0, -1, 0))
     rows = make_rows(2, V, temperature=0, blocked=blocked)
     _, sampled = jitted(
         logits, jnp.zeros(2, jnp.int32), rows, features=SamplingFeatures(blocked=True)
     )
     logits[0, best[0]] = -np.inf
     np.testing.assert_array_equal(sampled.tokens, logits.argmax(-1))
+
+
+def test_some_tokens_are_blocked_only_after_another(make_rows):
+    logits = logits_of(3)
+    best = logits.argmax(-1)
+    last_tokens = jnp.array([0, 7, 0, 8], jnp.int32)
+    # Row 0 comes after the token 7 and row 1 after 8, as their entries want it; row 2 does not.
+    blocked = blocked_tokens((0, best[0], 1, 7), (1, best[1], 3, 8), (2, best[2], 3, 7))
+    rows = make_rows(3, V, temperature=0, targets=4, blocked=blocked)
+    _, sampled = jitted(logits, last_tokens, rows, features=SamplingFeatures(blocked=True))
+    logits[[0, 1], best[:2]] = -np.inf
+    np.testing.assert_array_equal(sampled.tokens, logits.argmax(-1))
+
+
+def mask_of(*rows: list[int], vocab_size: int = V) -> jnp.ndarray:
+    """Bit by bit, the slow way."""
+    mask = np.zeros((len(rows), -(-vocab_size // 32)), np.uint32)
+    for row, ids in enumerate(rows):
+        for i in ids:
+            mask[row, i // 32] |= np.uint32(1 << (i % 32))
+    return jnp.asarray(mask)
+
+
+def test_masks_blocked_tokens_and_biases_in_this_order(make_rows):
+    logits = np.zeros((3, 70), np.float32)
+    logits[:, 0], logits[:, 1], logits[:, 69] = 5, 4, 3
+    mask = mask_of([1, 31, 32, 69], [1, 69], [69], vocab_size=70)
+    fields = {
+        "mask": mask,
+        # A bias brings nothing back that has been removed, and nothing is removed that is the last.
+        "blocked": blocked_tokens((0, 1, -1, 0), (1, 1, -1, 0), (2, 69, -1, 0)),
+        "biased": BiasedTokens(
+            rows=jnp.array([0, 1, 1, 3]), ids=jnp.array([32, 1, 0, 0]), values=jnp.array([3.5] * 4)
+        ),
+        "temperature": 0,
+    }
+    features = SamplingFeatures(masked=True, biased=True, blocked=True)
+    rows = make_rows(3, 70, **fields)
+    _, sampled = jitted(logits, jnp.zeros(3, jnp.int32), rows, features=features)
+    assert sampled.tokens.tolist() == [32, 69, 69]
+
+
+def frequencies_fit(counts: np.ndarray, probabilities: np.ndarray) -> bool:
+    """Pearson's test, with the normal approximation of the chi-square distribution."""
+    assert counts[probabilities == 0].sum() == 0, "a token that must not come up"
+    expected = probabilities * counts.sum()
+    few = expected < 5
+    counts = np.append(counts[~few], counts[few].sum())
+    expected = np.append(expected[~few], max(expected[few].sum(), 1e-9))
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = len(counts) - 1
+    return statistic < freedom + 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_what_is_drawn_follows_the_softmax_after_masks_and_biases(make_rows, filtered):
+    vocab_size, draws = 50, 20_000
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=vocab_size).astype(np.float32)
+    allowed = sorted(rng.choice(vocab_size, 20, replace=False).tolist())
+    ids = rng.choice(vocab_size, 10, replace=False)
+    values = rng.normal(size=10).astype(np.float32) * 2
+    biased = BiasedTokens(
+        rows=jnp.repeat(jnp.arange(draws), 10),
+        ids=jnp.tile(jnp.asarray(ids), draws),
+        values=jnp.tile(jnp.asarray(values), draws),
+    )
+    rows = make_rows(
+        draws, vocab_size, temperature=0.8, top_k=15 if filtered else vocab_size,
+        biased=biased, mask=jnp.repeat(mask_of(allowed, vocab_size=vocab_size), draws, 0),
+    )  # fmt: skip
+    features = SamplingFeatures(random=True, filters=filtered, masked=True, biased=True)
+    many = np.repeat(logits[None], draws, 0)
+    _, sampled = jitted(many, jnp.zeros(draws, jnp.int32), rows, features=features)
+
+    changed = logits.astype(np.float64)
+    changed[ids] += values
+    changed[np.setdiff1d(np.arange(vocab_size), allowed)] = -np.inf
+    if filtered:
+        changed[changed < np.sort(changed)[-15]] = -np.inf
+    expected = np.exp(changed / 0.8)
+    counts = np.bincount(sampled.tokens, minlength=vocab_size)
+    assert frequencies_fit(counts, expected / expected.sum())
+    unbiased = np.exp(np.where(np.isfinite(changed), logits, -np.inf) / 0.8)
+    assert not frequencies_fit(counts, unbiased / unbiased.sum()), "the test sees a missing bias"
 
 
 def test_tokens_go_to_their_targets_and_nowhere_else(make_rows):

@@ -20,7 +20,10 @@ def ints(*values: int) -> jnp.ndarray:
 
 
 def test_blocked_tokens_are_removed_and_padding_is_harmless(logits, make_rows):
-    blocked = BlockedTokens(rows=ints(0, 0, 3, 4, 4), ids=ints(5, 6, 299, 0, 1))
+    blocked = BlockedTokens(
+        rows=ints(0, 0, 3, 4, 4), ids=ints(5, 6, 299, 0, 1), sources=ints(*[-1] * 5),
+        after=ints(*[0] * 5),
+    )  # fmt: skip
     rows = make_rows(4, V, blocked=blocked)
     changed = transforms.block_tokens(jnp.asarray(logits), rows, SamplingFeatures(blocked=True))
     expected = logits.copy()

@@ -101,6 +101,7 @@ class Frontend:
         self.fingerprint = _fingerprint(self.model_names[0], self.vocab_size, self.max_model_len)
         self.metrics = RequestMetrics(self.max_model_len)
         self.num_in_flight = 0
+        self._running: dict[str, str] = {}  # ids of answers -> ids of their requests
         more = {i for i in self.defaults.eos_token_ids if i != tokenizer.eos_token_id}
         self._more_end_tokens = tuple(sorted(more))
         check_ids(self._more_end_tokens, self.vocab_size, param="eos_token_id")
@@ -126,16 +127,22 @@ class Frontend:
         return ids
 
     async def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        any_length: bool = False,
     ) -> list[list[int]]:
         """The token ids of texts. Long work is done in a thread.
 
         Raises:
-          ContextLengthError: a text is longer than any text that fits the context.
+          ContextLengthError: a text is longer than any text that fits the context, and not
+            ``any_length`` will do.
         """
 
         def encode_all() -> list[list[int]]:
-            for text in texts:
+            for text in () if any_length else texts:
                 self._check_chars(text, param)
             return [
                 self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts
@@ -157,6 +164,7 @@ class Frontend:
         *,
         request_id: str = "",
         priority: int = 0,
+        cache_salt: str = "",
         default_max_tokens: int | None = None,
         param: str = "prompt",
         parsers: Sequence[MessageParser] = (),
@@ -172,6 +180,7 @@ class Frontend:
           params: of every answer. ``max_tokens`` None: the default, or what the context leaves.
           request_id: appears in the ids that the engine sees; need not be unique.
           priority: smaller goes first, under the priority policy.
+          cache_salt: only requests with the same one share what is cached of their prompts.
           default_max_tokens: length of an answer if none is asked for, as far as it fits.
           param: the field to name when a prompt is at fault.
           parsers: one for each answer, if answers are to be parsed.
@@ -204,6 +213,7 @@ class Frontend:
                         params=self._answer_params(params, sample, max_tokens),
                         eos_token_id=None if params.ignore_eos else self.tokenizer.eos_token_id,
                         priority=priority,
+                        cache_salt=cache_salt,
                         record=RequestRecord(
                             time.monotonic(), len(prompt_ids), max_tokens, params.n
                         ),
@@ -215,10 +225,24 @@ class Frontend:
                 f"{self.num_in_flight} requests are under way and the server takes at most "
                 f"{self.limits.max_in_flight}; try again later"
             )
-        return self._run(answers)
+        return self._run(answers, request_id)
 
-    async def _run(self, answers: list[Answer]) -> AsyncGenerator[Delta, None]:
+    def abort(self, request_id: str | None) -> int:
+        """Ends the answers to requests of this id, or with None all. Returns how many there were.
+
+        Their last delta has the finish reason "abort".
+        """
+        ids = [
+            answer_id
+            for answer_id, owner in self._running.items()
+            if request_id is None or owner == request_id
+        ]
+        self.engine.abort(ids)
+        return len(ids)
+
+    async def _run(self, answers: list[Answer], owner: str) -> AsyncGenerator[Delta, None]:
         self.num_in_flight += len(answers)
+        self._running |= {answer.request_id: owner for answer in answers}
         streams = [stream_answer(a, self.engine, self.tokenizer, self.metrics) for a in answers]
         try:
             async with aclosing(merge(streams)) as deltas:
@@ -226,6 +250,8 @@ class Frontend:
                     yield delta
         finally:
             self.num_in_flight -= len(answers)
+            for answer in answers:
+                del self._running[answer.request_id]
             longest = max(answer.record.num_generated for answer in answers)
             self.metrics.max_generation_tokens.observe(longest)
 

@@ -37,6 +37,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
       finish_reason: "stop", "length" or "abort" on the last delta of an answer, else None.
       stop_reason: the stop text or stop id that ended the answer.
       num_cached_tokens: tokens of the prompt that were in the prefix cache.
+      prompt_logprobs: on the first delta of an answer, if the request asked for them: an entry for
+        each token of the prompt, None for the first.
       events: what the parser of the answer says; None if it has none.
     """
 
@@ -47,6 +49,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str | None
     stop_reason: int | str | None
     num_cached_tokens: int
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     events: list[Event] | None = None
 
 
@@ -63,6 +66,7 @@ class Answer:
     params: SamplingParams
     eos_token_id: int | None
     priority: int
+    cache_salt: str
     record: RequestRecord
     parser: MessageParser | None = None
 
@@ -83,6 +87,7 @@ async def stream_answer(
         request_id=answer.request_id,
         eos_token_id=answer.eos_token_id,
         priority=answer.priority,
+        cache_salt=answer.cache_salt,
     )
     record, ended = answer.record, "abort"
     delta = None
@@ -146,6 +151,7 @@ def _to_delta(
         finish_reason,
         stop_reason,
         output.num_cached_tokens,
+        output.prompt_logprobs,
         step.events if isinstance(step, ParsedStep) else None,
     )
 

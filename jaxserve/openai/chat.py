@@ -8,11 +8,12 @@ from contextlib import aclosing
 import msgspec
 
 from jaxserve.frontend import Frontend
+from jaxserve.openai.constraints import constrained
 from jaxserve.openai.job import Job, new_id
-from jaxserve.openai.logprobs import chat_logprobs
+from jaxserve.openai.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.openai.messages import MessageBuilder, MessageForm
-from jaxserve.openai.params import chat_params, check_supported
-from jaxserve.openai.prompts import render_prompt
+from jaxserve.openai.params import chat_params, check_fields
+from jaxserve.openai.prompts import content_text, encode_prompts, render_prompt
 from jaxserve.openai.protocol import (
     ChatChoice,
     ChatChunk,
@@ -25,6 +26,7 @@ from jaxserve.openai.protocol import (
 )
 from jaxserve.openai.tools import ToolUse, call_id_maker, make_parser, read_tools
 from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.streams import Delta
 
 
@@ -35,72 +37,82 @@ async def prepare(frontend: Frontend, request: ChatRequest, *, request_id: str =
       InvalidRequestError, UnknownModelError, QueueFullError: it will not be served.
     """
     frontend.check_model(request.model)
-    check_supported(request)
+    check_fields(request)
     params = chat_params(request, frontend.defaults)
-    if request.reasoning_effort is not None:  # a matter of the template, for models that have it
-        extra = {
-            **(request.chat_template_kwargs or {}),
-            "reasoning_effort": request.reasoning_effort,
-        }
-        request = msgspec.structs.replace(request, chat_template_kwargs=extra)
     use = read_tools(request, frontend)
-    text = await render_prompt(frontend, request, tools=use.definitions)
+    params = await constrained(frontend, request, params, use)
+    if use.definitions:  # the marks of some formats are special tokens
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    text = await render_prompt(frontend, _with_effort(request), tools=use.definitions)
+    # The template writes the special tokens itself.
+    prompts = await encode_prompts(
+        frontend,
+        [text],
+        request,
+        add_special_tokens=bool(request.add_special_tokens),
+        param="messages",
+    )
     form = MessageForm(
-        _parsers(frontend, use, text, params.n),
+        _parsers(frontend, params, use, text),
         call_id_maker(frontend),
         parallel=use.parallel,
         with_reasoning=request.include_reasoning is not False,
     )
-    if use.definitions:  # the marks of some formats are special tokens
-        params = msgspec.structs.replace(params, skip_special_tokens=False)
-    # The template writes the special tokens itself.
-    prompt = await frontend.encode(
-        text, add_special_tokens=bool(request.add_special_tokens), param="messages"
-    )
     deltas = frontend.generate_batch(
-        [prompt],
+        prompts,
         params,
         request_id=request_id,
         priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
         param="messages",
         parsers=form.parsers,
     )
     return Job.start(
         frontend,
         request,
-        request_id=new_id("chatcmpl", request_id),
-        prompts=[prompt],
+        params,
+        job_id=new_id("chatcmpl", request_id),
+        prompts=prompts,
         deltas=deltas,
-        has_logprobs=params.logprobs is not None,
+        echo=_echo(request),
         form=form,
     )
 
 
-def _parsers(frontend: Frontend, use: ToolUse, prompt: str, n: int) -> tuple[MessageParser, ...]:
-    parsers = (make_parser(frontend, use, prompt) for _ in range(n))
+def _with_effort(request: ChatRequest) -> ChatRequest:
+    """How much to think is a matter of the template, for models that have it."""
+    if request.reasoning_effort is None:
+        return request
+    extra = {**(request.chat_template_kwargs or {}), "reasoning_effort": request.reasoning_effort}
+    return msgspec.structs.replace(request, chat_template_kwargs=extra)
+
+
+def _parsers(
+    frontend: Frontend, params: SamplingParams, use: ToolUse, prompt: str
+) -> tuple[MessageParser, ...]:
+    if params.grammar is not None and not use.is_enforced:
+        return ()  # all of the text is what the grammar says
+    parsers = (make_parser(frontend, use, prompt) for _ in range(params.n))
     return tuple(parser for parser in parsers if parser is not None)
+
+
+def _echo(request: ChatRequest) -> tuple[str, ...]:
+    """The text that the answer goes on from."""
+    last = request.messages[-1] if request.messages else {}
+    if not request.echo or last.get("role") != "assistant":
+        return ()
+    return (content_text(last.get("content"), "messages"),)
 
 
 async def complete(job: Job) -> ChatCompletion:
     """Runs a job to its end. Closing the coroutine aborts it."""
     choices = [
-        ChatChoice(i, ChatMessage(""), ChatLogprobs([]) if job.has_logprobs else None)
+        ChatChoice(i, ChatMessage(""), ChatLogprobs([]) if job.num_logprobs is not None else None)
         for i in range(job.num_answers)
     ]
-    messages = [MessageBuilder() for _ in choices]
-    async with aclosing(job.deltas) as deltas:
-        async for delta in deltas:
-            job.usage.add(delta)
-            choice = choices[delta.index]
-            for piece in job.form.read(delta):
-                messages[delta.index].add(piece)
-            if choice.logprobs is not None and delta.logprobs:
-                choice.logprobs.content += chat_logprobs(job.tokenizer, delta.logprobs).content
-            choice.finish_reason = job.form.finish_reason(delta)
-            choice.stop_reason = delta.stop_reason
-    for choice, message in zip(choices, messages, strict=True):
-        choice.message = message.message()
-    return ChatCompletion(
+    messages = [MessageBuilder(*job.echo) for _ in choices]
+    token_ids: list[list[int]] = [[] for _ in choices]
+    reply = ChatCompletion(
         id=job.id,
         created=job.created,
         model=job.model,
@@ -108,6 +120,30 @@ async def complete(job: Job) -> ChatCompletion:
         choices=choices,
         usage=job.usage.usage(),
     )
+    async with aclosing(job.deltas) as deltas:
+        async for delta in deltas:
+            job.usage.add(delta)
+            choice = choices[delta.index]
+            for piece in job.form.read(delta):
+                messages[delta.index].add(piece)
+            token_ids[delta.index] += delta.token_ids
+            if choice.logprobs is not None and delta.logprobs:
+                more = chat_logprobs(job.tokenizer, job.token_name, delta.logprobs)
+                choice.logprobs.content += more.content
+            if job.num_prompt_logprobs is not None and delta.prompt_logprobs is not None:
+                reply.prompt_logprobs = prompt_logprobs(
+                    job.tokenizer, delta.prompt_logprobs, job.num_prompt_logprobs
+                )
+            choice.finish_reason = job.form.finish_reason(delta)
+            choice.stop_reason = delta.stop_reason
+    for choice, message, ids in zip(choices, messages, token_ids, strict=True):
+        choice.message = message.message()
+        if job.with_token_ids:
+            choice.token_ids = ids
+    if job.with_token_ids:
+        reply.prompt_token_ids = job.prompts[0]
+    reply.usage = job.usage.usage()
+    return reply
 
 
 async def stream(job: Job) -> AsyncGenerator[ChatChunk, None]:
@@ -117,8 +153,10 @@ async def stream(job: Job) -> AsyncGenerator[ChatChunk, None]:
         async for delta in deltas:
             if delta.index not in started:
                 started.add(delta.index)
-                role = ChatDelta(role="assistant", content="")
-                yield _chunk(job, [ChatChunkChoice(delta.index, role)], job.continuous_usage)
+                yield _first_chunk(job, delta.index)
+                for text in job.echo:
+                    echoed = ChatChunkChoice(delta.index, ChatDelta(content=text))
+                    yield _chunk(job, [echoed], job.continuous_usage)
             job.usage.add(delta)
             for choice in _pieces(job, delta):
                 yield _chunk(job, [choice], job.continuous_usage)
@@ -130,15 +168,26 @@ def _pieces(job: Job, delta: Delta) -> list[ChatChunkChoice]:
     """One choice for each piece; log probabilities are with the first, the end is with the last."""
     pieces = job.form.read(delta)
     if not pieces:
-        if not delta.logprobs and delta.finish_reason is None:
+        if not delta.logprobs and delta.finish_reason is None and not job.with_token_ids:
             return []
         pieces = [ChatDelta()]
     choices = [ChatChunkChoice(delta.index, piece) for piece in pieces]
     if delta.logprobs:
-        choices[0].logprobs = chat_logprobs(job.tokenizer, delta.logprobs)
+        choices[0].logprobs = chat_logprobs(job.tokenizer, job.token_name, delta.logprobs)
+    if job.with_token_ids:
+        choices[0].token_ids = delta.token_ids
     choices[-1].finish_reason = job.form.finish_reason(delta)
     choices[-1].stop_reason = delta.stop_reason
     return choices
+
+
+def _first_chunk(job: Job, index: int) -> ChatChunk:
+    """Says who speaks, and what was asked if the ids of that are wanted."""
+    role = ChatDelta(role="assistant", content="")
+    chunk = _chunk(job, [ChatChunkChoice(index, role)], job.continuous_usage)
+    if job.with_token_ids:
+        chunk.prompt_token_ids = job.prompts[0]
+    return chunk
 
 
 def _chunk(job: Job, choices: list[ChatChunkChoice], with_usage: bool) -> ChatChunk:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from jaxserve.errors import InvalidRequestError
+import msgspec
+
 from jaxserve.frontend import Frontend
+from jaxserve.openai.constraints import constrained
 from jaxserve.openai.job import Job, new_id
-from jaxserve.openai.logprobs import completion_logprobs
-from jaxserve.openai.params import check_supported, completion_params
-from jaxserve.openai.prompts import Prompt, completion_prompts
-from jaxserve.openai.protocol import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-)
+from jaxserve.openai.logprobs import CompletionScores, extend, prompt_logprobs
+from jaxserve.openai.params import asked_tokens, check_fields, completion_params
+from jaxserve.openai.prompts import Prompt, completion_prompts, encode_prompts
+from jaxserve.openai.protocol import Completion, CompletionChoice, CompletionRequest
 from jaxserve.streams import Delta
 
 DEFAULT_MAX_TOKENS = 16
@@ -29,39 +26,38 @@ async def prepare(frontend: Frontend, request: CompletionRequest, *, request_id:
       InvalidRequestError, UnknownModelError, QueueFullError: it will not be served.
     """
     frontend.check_model(request.model)
-    check_supported(request)
+    check_fields(request)
     params = completion_params(request, frontend.defaults)
-    if request.echo and params.logprobs is not None:
-        raise InvalidRequestError("echo with logprobs is not supported yet", param="echo")
+    params = await constrained(frontend, request, params)
     given = completion_prompts(request.prompt)
     adds_special = request.add_special_tokens is not False
-    prompts = await _encode(frontend, given, add_special_tokens=adds_special)
+    prompts = await encode_prompts(
+        frontend, given, request, add_special_tokens=adds_special, param="prompt"
+    )
     deltas = frontend.generate_batch(
         prompts,
         params,
         request_id=request_id,
         priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
         default_max_tokens=DEFAULT_MAX_TOKENS,
     )
+    if asked_tokens(request) == 0:
+        deltas = _without_answer(deltas)
+    echo: tuple[str, ...] = ()
+    if request.echo:
+        is_cut = request.truncate_prompt_tokens is not None
+        shown: list[Prompt] = list(prompts) if is_cut else given
+        echo = tuple(_echo(frontend, prompt) for prompt in shown)
     return Job.start(
         frontend,
         request,
-        request_id=new_id("cmpl", request_id),
+        params,
+        job_id=new_id("cmpl", request_id),
         prompts=prompts,
         deltas=deltas,
-        has_logprobs=params.logprobs is not None,
-        echo=tuple(_echo(frontend, prompt) for prompt in given) if request.echo else (),
+        echo=echo,
     )
-
-
-async def _encode(
-    frontend: Frontend, prompts: list[Prompt], *, add_special_tokens: bool
-) -> list[list[int]]:
-    """Token ids of prompts that are all texts or all ids already."""
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if texts:
-        return await frontend.encode_batch(texts, add_special_tokens=add_special_tokens)
-    return [prompt for prompt in prompts if not isinstance(prompt, str)]
 
 
 def _echo(frontend: Frontend, prompt: Prompt) -> str:
@@ -70,65 +66,109 @@ def _echo(frontend: Frontend, prompt: Prompt) -> str:
     return frontend.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
+async def _without_answer(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    """One delta an answer, with what it says of the prompt."""
+    async with aclosing(deltas):
+        async for delta in deltas:
+            reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
+            yield msgspec.structs.replace(
+                delta, text="", token_ids=[], logprobs=[], finish_reason=reason, stop_reason=None
+            )
+
+
 async def complete(job: Job) -> Completion:
     """Runs a job to its end. Closing the coroutine aborts it."""
-    choices = [
-        CompletionChoice(i, "", CompletionLogprobs([], [], [], []) if job.has_logprobs else None)
-        for i in range(job.num_answers)
-    ]
-    texts: list[list[str]] = [[_echoed(job, i)] for i in range(job.num_answers)]
+    choices: list[CompletionChoice | None] = [None] * job.num_answers
+    texts: list[list[str]] = [[] for _ in choices]
     pieces = _Pieces(job)
     async with aclosing(job.deltas) as deltas:
         async for delta in deltas:
             job.usage.add(delta)
             piece, choice = pieces.choice(delta), choices[delta.index]
             texts[delta.index].append(piece.text)
-            if choice.logprobs is not None and piece.logprobs is not None:
-                for field in CompletionLogprobs.__struct_fields__:
-                    getattr(choice.logprobs, field).extend(getattr(piece.logprobs, field))
-            choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
-    for choice, text in zip(choices, texts, strict=True):
+            if choice is None:
+                choices[delta.index] = piece
+            else:
+                _add(choice, piece)
+    whole = [choice for choice in choices if choice is not None]
+    assert len(whole) == len(choices), "an answer ended without a word"
+    for choice, text in zip(whole, texts, strict=True):
         choice.text = "".join(text)
-    return _body(job, choices, with_usage=True)
+    return _body(job, whole, with_usage=True)
+
+
+def _add(choice: CompletionChoice, piece: CompletionChoice) -> None:
+    """Adds the next piece of an answer, but for its text."""
+    if choice.logprobs is not None and piece.logprobs is not None:
+        extend(choice.logprobs, piece.logprobs)
+    if isinstance(choice.token_ids, list) and isinstance(piece.token_ids, list):
+        choice.token_ids += piece.token_ids
+    choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
 
 
 async def stream(job: Job) -> AsyncGenerator[Completion, None]:
     """Runs a job and yields its chunks. Closing the generator aborts it."""
     pieces = _Pieces(job)
-    started: set[int] = set()
     async with aclosing(job.deltas) as deltas:
         async for delta in deltas:
             job.usage.add(delta)
             choice = pieces.choice(delta)
-            if job.echo and delta.index not in started:
-                started.add(delta.index)
-                choice.text = _echoed(job, delta.index) + choice.text
-            if choice.text or choice.logprobs is not None or choice.finish_reason is not None:
+            has_scores = choice.logprobs is not None and choice.logprobs.tokens
+            has_ids = job.with_token_ids and delta.token_ids
+            if choice.text or choice.finish_reason is not None or has_scores or has_ids:
                 yield _body(job, [choice], with_usage=job.continuous_usage)
     if job.include_usage:
         yield _body(job, [], with_usage=True)
 
 
 class _Pieces:
-    """Turns deltas into choices; knows how long the token strings of each answer are so far."""
+    """Turns deltas into choices. The first of each answer tells of its prompt too."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._offsets = [0] * job.num_answers
+        self._started: set[int] = set()
+        self._scores: list[CompletionScores] = []
+        if job.num_logprobs is not None:
+            self._scores = [
+                CompletionScores(job.tokenizer, job.token_name, job.num_logprobs)
+                for _ in range(job.num_answers)
+            ]
 
     def choice(self, delta: Delta) -> CompletionChoice:
-        logprobs = None
-        if delta.logprobs:
-            offset = self._offsets[delta.index]
-            logprobs = completion_logprobs(self._job.tokenizer, delta.logprobs, offset=offset)
-            self._offsets[delta.index] += sum(map(len, logprobs.tokens))
-        return CompletionChoice(
-            delta.index, delta.text, logprobs, delta.finish_reason, delta.stop_reason
+        choice = CompletionChoice(
+            delta.index,
+            delta.text,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
         )
+        if delta.index not in self._started:
+            self._started.add(delta.index)
+            self._begin(choice, delta)
+        if self._scores and delta.logprobs is not None:
+            scores = self._scores[delta.index].answer(delta.logprobs)
+            if choice.logprobs is None:
+                choice.logprobs = scores
+            else:
+                extend(choice.logprobs, scores)
+        if self._job.with_token_ids:
+            choice.token_ids = delta.token_ids
+        return choice
 
-
-def _echoed(job: Job, index: int) -> str:
-    return job.echo[index // job.usage.n] if job.echo else ""
+    def _begin(self, choice: CompletionChoice, delta: Delta) -> None:
+        job, of_prompt = self._job, delta.prompt_logprobs
+        which = delta.index // job.usage.n
+        prompt = job.prompts[which]
+        if job.echo:
+            choice.text = job.echo[which] + choice.text
+            if self._scores and of_prompt is not None:
+                scores = self._scores[delta.index]
+                choice.logprobs = scores.prompt(prompt, of_prompt, job.echo[which])
+        if job.with_token_ids:
+            choice.prompt_token_ids = prompt
+        if job.num_prompt_logprobs is not None and of_prompt is not None:
+            choice.prompt_logprobs = prompt_logprobs(
+                job.tokenizer, of_prompt, job.num_prompt_logprobs
+            )
 
 
 def _body(job: Job, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:

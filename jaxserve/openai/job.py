@@ -1,4 +1,4 @@
-"""An accepted request of either endpoint, and the count of its tokens."""
+"""An accepted request of any endpoint, and the count of its tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from jaxserve.frontend import Frontend
+from jaxserve.openai.logprobs import TokenName, token_names
 from jaxserve.openai.messages import PLAIN, MessageForm
 from jaxserve.openai.protocol import GenerationRequest, PromptTokensDetails, Usage
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.streams import Delta
 from jaxserve.tokenizer import Tokenizer
 
@@ -29,13 +31,18 @@ class UsageCount:
         if delta.index % self.n == 0:
             self.cached_by_prompt[delta.index] = delta.num_cached_tokens
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many tokens of the prompts were not computed again."""
+        return sum(self.cached_by_prompt.values())
+
     def usage(self) -> Usage:
         """As the API says it."""
         return Usage(
             self.num_prompt_tokens,
             self.num_completion_tokens,
             self.num_prompt_tokens + self.num_completion_tokens,
-            PromptTokensDetails(sum(self.cached_by_prompt.values())),
+            PromptTokensDetails(self.num_cached_tokens),
         )
 
 
@@ -43,8 +50,13 @@ class UsageCount:
 class Job:
     """A request that has passed every check. Nothing runs before ``deltas`` is iterated.
 
-    ``echo`` has a text to put before the answers to each prompt, or is empty. ``form`` is that of
-    the messages of a chat.
+    Attributes:
+      echo: a text to put before the answers to each prompt, or empty.
+      form: of the messages of a chat.
+      num_logprobs: how many of the likeliest tokens to show with each token; None: no numbers.
+      num_prompt_logprobs: likewise for the ``prompt_logprobs`` field.
+      token_name: what log probabilities call a token.
+      with_token_ids: show the ids of prompts and answers too.
     """
 
     id: str
@@ -53,9 +65,13 @@ class Job:
     fingerprint: str
     tokenizer: Tokenizer
     deltas: AsyncGenerator[Delta, None]
+    prompts: list[list[int]]
     num_answers: int
     usage: UsageCount
-    has_logprobs: bool
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
+    token_name: TokenName
+    with_token_ids: bool
     include_usage: bool
     continuous_usage: bool
     echo: tuple[str, ...] = ()
@@ -66,28 +82,32 @@ class Job:
         cls,
         frontend: Frontend,
         request: GenerationRequest,
+        params: SamplingParams,
         *,
-        request_id: str,
+        job_id: str,
         prompts: list[list[int]],
         deltas: AsyncGenerator[Delta, None],
-        has_logprobs: bool,
         echo: tuple[str, ...] = (),
         form: MessageForm = PLAIN,
     ) -> Job:
         """The job of a request whose prompts have been encoded and accepted."""
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
-        n = request.n or 1
+        as_ids = bool(request.return_tokens_as_token_ids)
         return cls(
-            id=request_id,
+            id=job_id,
             created=int(time.time()),
             model=request.model or frontend.model_name,
             fingerprint=frontend.fingerprint,
             tokenizer=frontend.tokenizer,
             deltas=deltas,
-            num_answers=len(prompts) * n,
-            usage=UsageCount(sum(map(len, prompts)), n),
-            has_logprobs=has_logprobs,
+            prompts=prompts,
+            num_answers=len(prompts) * params.n,
+            usage=UsageCount(sum(map(len, prompts)), params.n),
+            num_logprobs=params.logprobs,
+            num_prompt_logprobs=request.prompt_logprobs,
+            token_name=token_names(frontend.tokenizer, as_ids=as_ids),
+            with_token_ids=bool(request.return_token_ids),
             include_usage=include_usage,
             continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
             echo=echo,

@@ -1,14 +1,16 @@
-"""Log probabilities in the two forms that the API has for them."""
+"""Log probabilities in the forms that the API has for them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxserve.messages import TokenLogprobs
 from jaxserve.openai.protocol import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     TopLogprob,
 )
 from jaxserve.tokenizer import Tokenizer
@@ -16,10 +18,20 @@ from jaxserve.tokenizer import Tokenizer
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON has not."""
 
+TokenName = Callable[[int], str]
+"""What log probabilities call a token."""
+
 
 def token_string(token_bytes: bytes) -> str:
     r"""A token as text; bytes that are no character on their own are shown as ``\xf0``."""
     return token_bytes.decode("utf-8", "backslashreplace")
+
+
+def token_names(tokenizer: Tokenizer, *, as_ids: bool) -> TokenName:
+    """Names tokens by their text, or as ``token_id:5``."""
+    if as_ids:
+        return lambda token_id: f"token_id:{token_id}"
+    return lambda token_id: token_string(tokenizer.token_bytes(token_id))
 
 
 def finite(logprob: float) -> float:
@@ -27,37 +39,94 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST else LOWEST
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, offset: int
-) -> CompletionLogprobs:
-    """The form of /v1/completions.
+class CompletionScores:
+    """Makes the ``logprobs`` of one answer to /v1/completions, piece by piece.
 
-    ``top_logprobs`` always holds the sampled token, with the same number as ``token_logprobs``, so
-    it has one entry more than was asked for when the sampled token is not among the likeliest.
-    ``offset`` is the length of the token strings before.
+    ``top_logprobs`` always holds the token itself, with the same number as ``token_logprobs``, so
+    it has one entry more than was asked for when the token is not among the likeliest.
+
+    Args:
+      name: of a token.
+      k: how many of the likeliest tokens to show.
     """
-    result = CompletionLogprobs([], [], [], [])
-    for entry in entries:
-        values = [finite(logprob) for logprob in entry.logprobs]
-        strings = [token_string(tokenizer.token_bytes(i)) for i in entry.token_ids]
-        result.text_offset.append(offset)
+
+    def __init__(self, tokenizer: Tokenizer, name: TokenName, k: int) -> None:
+        self._tokenizer = tokenizer
+        self._name = name
+        self._k = k
+        self._offset = 0
+
+    def prompt(
+        self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str
+    ) -> CompletionLogprobs:
+        """The tokens of a prompt that is echoed as ``text``; the first has no numbers.
+
+        Tokens that are put before the text have the offset 0.
+        """
+        lengths = [len(token_string(self._tokenizer.token_bytes(i))) for i in ids]
+        self._offset = len(text) - sum(lengths)
+        result = CompletionLogprobs([], [], [], [])
+        for token_id, entry in zip(ids, entries, strict=True):
+            self._add(result, token_id, entry)
+        return result
+
+    def answer(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        """The next generated tokens."""
+        result = CompletionLogprobs([], [], [], [])
+        for entry in entries:
+            self._add(result, entry.token_ids[0], entry)
+        return result
+
+    def _add(self, result: CompletionLogprobs, token_id: int, entry: TokenLogprobs | None) -> None:
+        result.text_offset.append(max(self._offset, 0))
+        self._offset += len(token_string(self._tokenizer.token_bytes(token_id)))
+        result.tokens.append(self._name(token_id))
+        if entry is None:
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+            return
+        values = [finite(logprob) for logprob in entry.logprobs[: self._k + 1]]
+        names = [self._name(i) for i in entry.token_ids[: self._k + 1]]
         result.token_logprobs.append(values[0])
-        result.tokens.append(strings[0])
         # Different tokens may look the same: the sampled one counts, then the likelier one.
-        result.top_logprobs.append(dict(zip(reversed(strings), reversed(values), strict=True)))
-        offset += len(strings[0])
-    return result
+        result.top_logprobs.append(dict(zip(reversed(names), reversed(values), strict=True)))
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+def extend(scores: CompletionLogprobs, more: CompletionLogprobs) -> None:
+    """Adds entries at the end."""
+    scores.text_offset += more.text_offset
+    scores.token_logprobs += more.token_logprobs
+    scores.tokens += more.tokens
+    scores.top_logprobs += more.top_logprobs
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, name: TokenName, entries: Sequence[TokenLogprobs]
+) -> ChatLogprobs:
     """The form of /v1/chat/completions."""
-    return ChatLogprobs([_chat_entry(tokenizer, entry) for entry in entries])
+    return ChatLogprobs([_chat_entry(tokenizer, name, entry) for entry in entries])
 
 
-def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> ChatTokenLogprob:
-    top = []
-    for token_id, logprob in zip(entry.token_ids, entry.logprobs, strict=True):
-        token_bytes = tokenizer.token_bytes(token_id)
-        top.append(TopLogprob(token_string(token_bytes), finite(logprob), list(token_bytes)))
+def _chat_entry(tokenizer: Tokenizer, name: TokenName, entry: TokenLogprobs) -> ChatTokenLogprob:
+    top = [
+        TopLogprob(name(token_id), finite(logprob), list(tokenizer.token_bytes(token_id)))
+        for token_id, logprob in zip(entry.token_ids, entry.logprobs, strict=True)
+    ]
     sampled = top.pop(0)
     return ChatTokenLogprob(sampled.token, sampled.logprob, sampled.bytes, top)
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], k: int
+) -> PromptLogprobs:
+    """The form of the ``prompt_logprobs`` field: by token id, the token itself first."""
+    return [None if entry is None else _by_id(tokenizer, entry, k) for entry in entries]
+
+
+def _by_id(tokenizer: Tokenizer, entry: TokenLogprobs, k: int) -> dict[str, PromptLogprob]:
+    ranks = [entry.rank, *range(1, k + 1)]
+    by_id: dict[str, PromptLogprob] = {}
+    for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=False):
+        text = token_string(tokenizer.token_bytes(token_id))
+        by_id.setdefault(str(token_id), PromptLogprob(finite(logprob), rank, text))
+    return by_id

@@ -75,10 +75,10 @@ PLAIN = MessageForm()
 
 
 class MessageBuilder:
-    """Joins the pieces of one message."""
+    """Joins the pieces of one message, whose content begins with ``texts``."""
 
-    def __init__(self) -> None:
-        self._content: list[str] = []
+    def __init__(self, *texts: str) -> None:
+        self._content = list(texts)
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, str, list[str]]] = []
 

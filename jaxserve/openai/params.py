@@ -14,9 +14,11 @@ from jaxserve.sampling_params import SamplingParams
 MAX_STOP_CHARS = 1000
 """Longest stop text; each may be searched for at every token."""
 
+MAX_SALT_CHARS = 1000
+
 SAME_NAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs"),
     *("skip_special_tokens", "include_stop_str_in_output"),
 )
 """Fields of a request that are fields of `SamplingParams` as they stand."""
@@ -30,30 +32,15 @@ _never = _one_of()
 
 NO_OP: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
     {
-        "allowed_token_ids": _never,
         "audio": _never,
-        "bad_words": _one_of([]),
-        "best_of": _one_of(1),
-        "cache_salt": _never,
         "chat_template": _never,
         "detokenize": _one_of(True),
         "documents": _one_of([]),
         "function_call": _one_of("none", "auto"),
         "functions": _one_of([]),
-        "guided_choice": _never,
-        "guided_grammar": _never,
-        "guided_json": _never,
-        "guided_regex": _never,
-        "logit_bias": _one_of({}),
         "logprob_token_ids": _never,
         "modalities": _one_of(["text"]),
-        "prompt_logprobs": _never,
-        "response_format": _one_of({"type": "text"}),
-        "return_token_ids": _one_of(False),
-        "return_tokens_as_token_ids": _one_of(False),
-        "structured_outputs": _never,
         "suffix": _one_of(""),
-        "truncate_prompt_tokens": _never,
         "use_beam_search": _one_of(False),
         "web_search_options": _never,
     }
@@ -61,39 +48,76 @@ NO_OP: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 """Features that are not here, and the values (besides null) that do not ask for them."""
 
 
-def check_supported(request: GenerationRequest) -> None:
-    """Raises InvalidRequestError for a field that asks for something that is not here."""
+def check_fields(request: GenerationRequest) -> None:
+    """Checks what is no sampling parameter.
+
+    Raises:
+      InvalidRequestError: a field asks for something that is not here, or two do not fit together.
+    """
     for name, is_no_op in NO_OP.items():
         value = getattr(request, name, None)
         if value is not None and not is_no_op(value):
-            raise InvalidRequestError(f"{name} is not supported yet", param=name)
-    if request.best_of is not None and (request.n or 1) > 1:
-        raise InvalidRequestError("best_of with n > 1 is not supported yet", param="best_of")
+            raise InvalidRequestError(f"{name} is not supported", param=name)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise InvalidRequestError(
+            f"best_of must be equal to n ({request.n or 1}): answers are not ranked; got "
+            f"{request.best_of}",
+            param="best_of",
+        )
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError(
             "stream_options is only allowed when stream is true", param="stream_options"
         )
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs is not allowed when stream is true", param="prompt_logprobs"
+        )
+    salt = request.cache_salt
+    if salt is not None and not 0 < len(salt) <= MAX_SALT_CHARS:
+        raise InvalidRequestError(
+            f"cache_salt must have 1 to {MAX_SALT_CHARS} characters, got {len(salt)}",
+            param="cache_salt",
+        )
+    keep = request.truncate_prompt_tokens
+    if keep is not None and keep < 1 and keep != -1:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {keep}",
+            param="truncate_prompt_tokens",
+        )
 
 
 def completion_params(request: CompletionRequest, defaults: GenerationDefaults) -> SamplingParams:
-    """The parameters of a completion. Raises InvalidRequestError."""
-    return _params(request, defaults, request.logprobs, renamed={})
+    """The parameters of a completion. Raises InvalidRequestError.
+
+    With ``max_tokens`` 0 one token is generated, for nobody to see: that is how a prompt is scored.
+    """
+    values: dict[str, Any] = {}
+    if asked_tokens(request) == 0:
+        values |= {"max_tokens": 1, "min_tokens": 0}
+    if request.echo and request.logprobs is not None:
+        values["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    return _params(request, defaults, request.logprobs, values, renamed={})
 
 
 def chat_params(request: ChatRequest, defaults: GenerationDefaults) -> SamplingParams:
     """The parameters of a chat completion. Raises InvalidRequestError."""
-    if request.echo is not None and request.echo is not False:
-        raise InvalidRequestError("echo is not supported yet for chats", param="echo")
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _params(request, defaults, logprobs, renamed={"logprobs": "top_logprobs"})
+    return _params(request, defaults, logprobs, {}, renamed={"logprobs": "top_logprobs"})
+
+
+def asked_tokens(request: GenerationRequest) -> int | None:
+    """The length of an answer that was asked for."""
+    asked = request.max_completion_tokens
+    return request.max_tokens if asked is None else asked
 
 
 def _params(
     request: GenerationRequest,
     defaults: GenerationDefaults,
     logprobs: int | None,
+    overrides: dict[str, Any],
     renamed: dict[str, str],
 ) -> SamplingParams:
     values: dict[str, Any] = dict(defaults.sampling)
@@ -102,12 +126,14 @@ def _params(
     values["stop"] = _stop_texts(request.stop)
     values["stop_token_ids"] = tuple(request.stop_token_ids or ())
     values["logprobs"] = logprobs
-    values["max_tokens"] = request.max_tokens
+    values["logit_bias"] = request.logit_bias or None
+    if request.allowed_token_ids is not None:
+        values["allowed_token_ids"] = tuple(request.allowed_token_ids)
+    values["max_tokens"] = asked_tokens(request)
     if request.max_completion_tokens is not None:
-        values["max_tokens"] = request.max_completion_tokens
         renamed = renamed | {"max_tokens": "max_completion_tokens"}
     try:
-        return SamplingParams(**values)
+        return SamplingParams(**values | overrides)
     except InvalidRequestError as error:
         # Blame the field that the client sent, not the one that it became.
         sent = renamed.get(error.param or "")

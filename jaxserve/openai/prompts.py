@@ -11,7 +11,8 @@ import msgspec
 from jaxserve.chat_template import render_chat
 from jaxserve.errors import InvalidRequestError
 from jaxserve.frontend import INLINE_CHARS, Frontend
-from jaxserve.openai.protocol import wrong_type
+from jaxserve.openai.params import asked_tokens
+from jaxserve.openai.protocol import GenerationRequest, wrong_type
 
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 10_000
@@ -69,6 +70,41 @@ def _convert(value: list, form: Any) -> Any:
         raise InvalidRequestError(
             f"prompt must be {_FORMS}: {place.message}", param="prompt"
         ) from error
+
+
+async def encode_prompts(
+    frontend: Frontend,
+    prompts: list[Prompt],
+    request: GenerationRequest,
+    *,
+    add_special_tokens: bool,
+    param: str,
+) -> list[list[int]]:
+    """Token ids of prompts that are all texts or all ids already, cut if the request says so.
+
+    What is cut off is the beginning. Errors name ``param``.
+    """
+    keep = request.truncate_prompt_tokens
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    if texts:
+        ids = await frontend.encode_batch(
+            texts,
+            add_special_tokens=add_special_tokens,
+            param=param,
+            any_length=keep is not None,
+        )
+    if keep is None:
+        return ids
+    if keep > frontend.max_model_len:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be at most the context length of "
+            f"{frontend.max_model_len} tokens, got {keep}",
+            param="truncate_prompt_tokens",
+        )
+    if keep == -1:
+        keep = max(frontend.max_model_len - (asked_tokens(request) or 1), 1)
+    return [prompt[-keep:] for prompt in ids]
 
 
 async def render_prompt(
@@ -156,7 +192,7 @@ def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[st
             raise InvalidRequestError(f"{path}.role must be a text", param=f"{path}.role")
         if role == "developer" and "developer" not in template:
             role = "system"
-        content = _content(message.get("content"), f"{path}.content")
+        content = content_text(message.get("content"), f"{path}.content")
         clean = {**message, "role": role, "content": content}
         if message.get("tool_calls") is not None:
             clean["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
@@ -164,7 +200,7 @@ def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[st
     return messages
 
 
-def _content(content: Any, path: str) -> str:
+def content_text(content: Any, path: str) -> str:
     """The text of a message; parts are joined with line breaks, nothing is an empty text."""
     if content is None:
         return ""

@@ -54,24 +54,26 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    best_of: int | None = None
+    cache_salt: str | None = None
+    logit_bias: dict[int, float] | None = None
+    prompt_logprobs: int | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    best_of: Any = None
-    cache_salt: Any = None
-    detokenize: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
-    logit_bias: Any = None
+
+    detokenize: Any = None
     logprob_token_ids: Any = None
-    prompt_logprobs: Any = None
-    response_format: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
-    structured_outputs: Any = None
-    truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
 
 
@@ -93,6 +95,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    echo: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -102,7 +105,6 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     audio: Any = None
     chat_template: Any = None
     documents: Any = None
-    echo: Any = None
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
@@ -145,22 +147,40 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One entry a token in each list. Offsets are in characters, from the start of the answer."""
+    """One entry a token in each list. Offsets are in characters, from the start of the text.
+
+    The first token of an echoed prompt has no log probabilities.
+    """
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(msgspec.Struct, gc=False):
-    """One answer, or in a stream the next piece of it."""
+class PromptLogprob(msgspec.Struct, gc=False):
+    """A token that is in the prompt, or might have been."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""One entry a token, by id; the first is null."""
+
+
+class CompletionChoice(msgspec.Struct):
+    """One answer, or in a stream the next piece of it. The last fields are there if asked for."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -224,18 +244,19 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct, gc=False):
-    """One answer."""
+class ChatChoice(msgspec.Struct):
+    """One answer; ``token_ids`` if asked for."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """Reply of POST /v1/chat/completions."""
+    """Reply of POST /v1/chat/completions. The last fields are there if asked for."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -244,6 +265,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True, gc=False):
@@ -273,13 +296,14 @@ class ChatDelta(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class ChatChunkChoice(msgspec.Struct, gc=False):
-    """The next piece of one answer."""
+    """The next piece of one answer; ``token_ids`` if asked for."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -292,10 +316,11 @@ class ChatChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 MAX_ERROR_CHARS = 300
-_PATH = re.compile(r" - at `\$\.?(?P<path>.*)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*)`$")
 
 
 def decode(body: bytes, body_type: type[T]) -> T:
@@ -319,7 +344,7 @@ def wrong_type(error: msgspec.ValidationError, *, under: str = "") -> InvalidReq
     """What to tell the client; ``under`` is the field in which the value was found."""
     message = str(error)
     match = _PATH.search(message)
-    path = match["path"] if match else ""
+    path = match["path"].removesuffix("[...]") if match else ""
     if under:
         path = under + ("" if not path or path.startswith("[") else ".") + path
     # The message may quote the value, which is as long as the client likes.

@@ -74,10 +74,6 @@ def read_tools(request: ChatRequest, frontend: Frontend) -> ToolUse:
     choice, name = _choice(request.tool_choice, parameters)
     if choice == "none":
         return ToolUse()
-    if choice != "auto":
-        raise InvalidRequestError(
-            "tool_choice: only 'auto' and 'none' are supported yet", param="tool_choice"
-        )
     if frontend.tool_call_parser is None:
         raise InvalidRequestError(
             "the chat template of this model has no known form for tool calls; start the server "

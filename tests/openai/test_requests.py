@@ -30,13 +30,11 @@ async def ask(frontend: Frontend, body: dict[str, Any] | bytes):
 
 
 BAD_SAMPLING = [
-    ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 2.5}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": 10**12}, "max_tokens"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"n": 0}, "n"),
     ({"n": -1}, "n"),
     ({"n": 1.5}, "n"),
@@ -77,22 +75,38 @@ BAD_SAMPLING = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"stream": True, "stream_options": 5}, "stream_options"),
     ({"model": 5}, "model"),
-    # Not here yet.
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": "text"}, "response_format"),
+    ({"logit_bias": {"AI": -100}}, "logit_bias"),
+    ({"logit_bias": {"999999": 5}}, "logit_bias"),
+    ({"logit_bias": {"-1": 5}}, "logit_bias"),
+    ({"logit_bias": {"1": None}}, "logit_bias"),
+    ({"logit_bias": {"1": "5"}}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [300]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"allowed_token_ids": "a"}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["a", " "]}, "bad_words"),
+    ({"bad_words": [1]}, "bad_words[0]"),
+    ({"bad_words": ["x"] * 2000}, "bad_words"),
+    ({"bad_words": ["x" * 100]}, "bad_words"),
     ({"best_of": 2}, "best_of"),
     ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 3, "stream": True}, "best_of"),
     ({"best_of": True}, "best_of"),
-    ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-    ({"bad_words": ["x"]}, "bad_words"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-    ({"guided_regex": "a"}, "guided_regex"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
-    ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 257}, "truncate_prompt_tokens"),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"cache_salt": "a"}, "cache_salt"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": "a" * 2000}, "cache_salt"),
+    ({"request_id": 5}, "request_id"),
+    ({"return_token_ids": "yes"}, "return_token_ids"),
+    ({"detokenize": False}, "detokenize"),
 ]
 
 
@@ -130,7 +144,6 @@ async def test_bad_sampling_fields_are_named_on_both_endpoints(body, param) -> N
         ({"prompt": [[1], [-1]]}, "prompt"),
         ({"prompt": ["a"] * 3000}, "prompt"),
         ({"suffix": "x"}, "suffix"),
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"echo": 1}, "echo"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -2}, "logprobs"),
@@ -176,6 +189,8 @@ async def test_bad_completion_fields(body, param) -> None:
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
@@ -218,7 +233,7 @@ async def test_bad_completion_fields(body, param) -> None:
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"reasoning_effort": "lots"}, "reasoning_effort"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
     ],
 )
 async def test_bad_chat_fields(body, param) -> None:
@@ -328,9 +343,13 @@ async def test_fields_reach_the_engine() -> None:
         "include_stop_str_in_output": True,
         "ignore_eos": True,
         "priority": -3,
+        "logit_bias": {"7": 3, "8": -500},
+        "cache_salt": "salt",
     }
+    sent_otherwise = ("priority", "stop_token_ids", "logit_bias", "cache_salt")
     expected = SamplingParams(
-        **{k: v for k, v in body.items() if k not in ("priority", "stop_token_ids")},
+        **{k: v for k, v in body.items() if k not in sent_otherwise},
+        logit_bias={7: 3.0, 8: -500.0},
         stop_token_ids=(4,),
     )
     await complete(frontend, body | {"logprobs": 2})
@@ -338,6 +357,7 @@ async def test_fields_reach_the_engine() -> None:
     for submit in frontend.engine.submitted:
         assert submit.params == msgspec.structs.replace(expected, logprobs=2)
         assert submit.priority == -3
+        assert submit.cache_salt == "salt"
 
 
 async def test_length_of_an_answer() -> None:

@@ -1,0 +1,155 @@
+"""What the text of an answer must or must not be: grammars and bad words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.frontend import Frontend
+from jaxserve.openai.protocol import GenerationRequest
+from jaxserve.openai.tools import ToolUse
+from jaxserve.parsing.enforced import call_schema
+from jaxserve.sampling_params import MAX_BAD_WORDS, Grammar, SamplingParams
+
+_FORMATS = "'text', 'json_object' or 'json_schema'"
+_OPTIONS = frozenset(
+    {"disable_any_whitespace", "disable_fallback", "disable_additional_properties"}
+    | {"whitespace_pattern"}
+)
+"""Of structured_outputs, without effect: white space is always bounded."""
+
+
+async def constrained(
+    frontend: Frontend,
+    request: GenerationRequest,
+    params: SamplingParams,
+    use: ToolUse | None = None,
+) -> SamplingParams:
+    """The parameters with the constraints that a request asks for.
+
+    Raises:
+      InvalidRequestError: a constraint is none, or there are several; ``param`` is the field.
+    """
+    if request.bad_words:
+        params = msgspec.structs.replace(
+            params, bad_words_token_ids=await _bad_words(frontend, request.bad_words)
+        )
+    found = read_grammars(request)
+    if len(found) > 1:
+        raise InvalidRequestError(
+            f"at most one of {', '.join(found)} can be given", param=next(iter(found))
+        )
+    if use is not None and use.choice != "none":
+        if found:
+            field = next(iter(found))
+            raise InvalidRequestError(
+                f"{field} cannot be combined with tools that may be called; send tool_choice "
+                "'none'",
+                param=field,
+            )
+        if use.is_enforced:
+            found = {"tools": tools_grammar(use)}
+    for field in found:
+        name = field if field != "tools" else "tool_choice"
+        raise InvalidRequestError(f"{name}: structured output is not supported yet", param=name)
+    return params
+
+
+def read_grammars(request: GenerationRequest) -> dict[str, Grammar]:
+    """The grammars in a request, by the field that they are in."""
+    found = {
+        "response_format": _response_format(request.response_format),
+        "structured_outputs": _structured_outputs(request.structured_outputs),
+        "guided_json": _of_kind("json", request.guided_json, "guided_json"),
+        "guided_regex": _of_kind("regex", request.guided_regex, "guided_regex"),
+        "guided_choice": _of_kind("choice", request.guided_choice, "guided_choice"),
+        "guided_grammar": _of_kind("grammar", request.guided_grammar, "guided_grammar"),
+    }
+    return {field: grammar for field, grammar in found.items() if grammar is not None}
+
+
+def tools_grammar(use: ToolUse) -> Grammar:
+    """Calls and nothing else, as ``use`` wants them."""
+    assert use.parameters is not None
+    schema = call_schema(use.parameters, name=use.name, parallel=use.parallel)
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def _response_format(value: Any) -> Grammar | None:
+    if value is None:
+        return None
+    field = "response_format"
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar("json_object")
+    if kind != "json_schema":
+        raise InvalidRequestError(
+            f"{field}.type must be {_FORMATS}, got {repr(kind)[:100]}", param=field
+        )
+    outer = value.get("json_schema")
+    schema = outer.get("schema") if isinstance(outer, dict) else None
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(
+            f"{field}.json_schema.schema must be a JSON schema as an object, got "
+            f"{repr(schema)[:100]}",
+            param=field,
+        )
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def _structured_outputs(value: Any) -> Grammar | None:
+    if value is None:
+        return None
+    field, names = "structured_outputs", "json, json_object, regex, choice, grammar"
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{field} must be an object with one of {names}", param=field)
+    asked = {k: v for k, v in value.items() if v is not None and v is not False}
+    kinds = [key for key in asked if key not in _OPTIONS]
+    if len(kinds) != 1:
+        raise InvalidRequestError(
+            f"{field} must have exactly one of {names}, got {', '.join(kinds)[:100] or 'none'}",
+            param=field,
+        )
+    return _of_kind(kinds[0], asked[kinds[0]], field)
+
+
+def _of_kind(kind: str, value: Any, field: str) -> Grammar | None:
+    """A grammar in the words of vLLM."""
+    if value is None:
+        return None
+    match kind, value:
+        case "json", dict():
+            return Grammar("json_schema", json.dumps(value))
+        case "json", str():
+            return Grammar("json_schema", value)
+        case "json_object", True:
+            return Grammar("json_object")
+        case "regex", str():
+            return Grammar("regex", value)
+        case "grammar", str():
+            return Grammar("grammar", value)
+        case "choice", [_, *_] if all(isinstance(text, str) for text in value):
+            return Grammar("choice", json.dumps(value))
+    raise InvalidRequestError(
+        f"{field}: {kind[:50]} cannot be {repr(value)[:100]}; expected a JSON schema, a regular "
+        "expression, a list of texts or a grammar, as the name says",
+        param=field,
+    )
+
+
+async def _bad_words(frontend: Frontend, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    """The tokens of words at the beginning of a text, and of words after a space."""
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(
+            f"bad_words: at most {MAX_BAD_WORDS}, got {len(words)}", param="bad_words"
+        )
+    if not all(word.strip() for word in words):
+        raise InvalidRequestError("bad_words must not be empty", param="bad_words")
+    forms = [form for word in words for form in (word, " " + word.lstrip())]
+    ids = await frontend.encode_batch(forms, add_special_tokens=False, param="bad_words")
+    return tuple(dict.fromkeys(tuple(word) for word in ids))

@@ -40,6 +40,9 @@ class ModelConfig:
     generation_config: Literal["auto", "none"] = setting(
         "auto", "take sampling defaults from the model's generation_config.json, or not"
     )
+    override_generation_config: str = setting(
+        "", "JSON object that is put over generation_config.json, such as '{\"temperature\": 0}'"
+    )
 
 
 @dataclass(frozen=True, slots=True)

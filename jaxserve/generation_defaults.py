@@ -33,29 +33,33 @@ class GenerationDefaults:
         config: Mapping[str, Any],
         *,
         use_sampling: bool = True,
+        overrides: Mapping[str, Any] | None = None,
     ) -> GenerationDefaults:
         """Reads the contents of generation_config.json and config.json.
 
         A null is as good as a missing key, and ``do_sample`` is not looked at. The end tokens count
         also without ``use_sampling``, and are taken from ``config`` where ``generation_config``
-        has none.
+        has none. ``overrides`` are put over ``generation_config``, whether that is used or not.
 
         Raises:
           ConfigError: a value is of the wrong type or out of its range.
         """
-        eos = _first_set(generation_config.get("eos_token_id"), config.get("eos_token_id"))
+        overrides = overrides or {}
+        eos = _first_set(
+            overrides.get("eos_token_id"),
+            generation_config.get("eos_token_id"),
+            config.get("eos_token_id"),
+        )
         eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-        if not use_sampling:
-            return cls(eos_token_ids=eos_ids)
-        found = {key: generation_config.get(key) for key in SAMPLING_KEYS}
-        sampling = {key: value for key, value in found.items() if value is not None}
-        max_tokens = generation_config.get("max_new_tokens")
+        given = {**(generation_config if use_sampling else {}), **overrides}
+        sampling = {key: given[key] for key in SAMPLING_KEYS if given.get(key) is not None}
+        max_tokens = given.get("max_new_tokens")
         try:
             SamplingParams(**sampling, max_tokens=max_tokens)
         except (InvalidRequestError, TypeError) as error:
             raise ConfigError(
                 f"generation_config.json: {error}; --generation-config none leaves its sampling "
-                "defaults out"
+                "defaults out, --override-generation-config changes them"
             ) from error
         return cls(sampling, max_tokens, eos_ids)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
 from jaxserve.config import ModelConfig
+from jaxserve.errors import ConfigError
 from jaxserve.generation_defaults import GenerationDefaults
 from jaxserve.tokenizer import Tokenizer
 
@@ -24,7 +27,7 @@ class ServedModel:
 
         Raises:
           CheckpointError: there is no such model, or it cannot be read.
-          ConfigError: its generation_config.json is impossible.
+          ConfigError: its generation_config.json, or what is put over it, is impossible.
         """
         checkpoint = open_checkpoint(config.model)
         tokenizer = (
@@ -34,5 +37,17 @@ class ServedModel:
             checkpoint.generation_config,
             checkpoint.config,
             use_sampling=config.generation_config == "auto",
+            overrides=_overrides(config.override_generation_config),
         )
         return cls(checkpoint.name, tokenizer, defaults)
+
+
+def _overrides(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        return dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--override-generation-config must be a JSON object, got {text[:200]!r}"
+        ) from error

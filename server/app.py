@@ -7,8 +7,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from server.errors import HANDLERS, CatchUnexpected
-from server.middleware import ApiKey, RequestId
-from server.routes import chat, completions, health, metrics, models, tokenize
+from server.middleware import ApiKey, RequestId, RootPath
+from server.routes import chat, completions, control, health, metrics, models, tokenize
 from server.settings import ApiSettings
 from server.state import ServerState
 
@@ -19,6 +19,7 @@ ROUTES = [
     *health.routes,
     *tokenize.routes,
     *metrics.routes,
+    *control.routes,
 ]
 
 
@@ -30,6 +31,8 @@ def create_app(state: ServerState, settings: ApiSettings | None = None) -> Starl
     """
     settings = settings or ApiSettings()
     middleware = [Middleware(RequestId)]
+    if settings.root_path:
+        middleware.append(Middleware(RootPath, root_path=settings.root_path))
     if settings.allowed_origins:
         middleware.append(
             Middleware(

@@ -1,7 +1,8 @@
-"""Reads the JSON body of a request."""
+"""Reads the JSON body of a request, and its id."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 from starlette.exceptions import HTTPException
@@ -9,6 +10,7 @@ from starlette.requests import Request
 
 from jaxserve.config import MIB
 from jaxserve.openai.protocol import decode
+from server.middleware import is_good_id
 from server.settings import ApiSettings
 
 T = TypeVar("T")
@@ -18,7 +20,7 @@ async def read_json(request: Request, body_type: type[T]) -> T:
     """The body as a struct.
 
     Raises:
-      HTTPException: the body is too large, or of another content type.
+      HTTPException: the body is too large, too slow, or of another content type.
       InvalidRequestError: it is not JSON, or not of this type.
     """
     _check_content_type(request)
@@ -29,11 +31,27 @@ async def read_json(request: Request, body_type: type[T]) -> T:
         raise _too_large(limit)
     # What is declared need not be true, or there at all, so what comes is counted.
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise _too_large(limit)
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise _too_large(limit)
+    except TimeoutError as error:
+        raise HTTPException(
+            408,
+            f"the body did not come within {settings.body_timeout:g} s",
+            {"Connection": "close"},
+        ) from error
     return decode(bytes(body), body_type)
+
+
+def request_id(request: Request, own: str | None) -> str:
+    """The id of a request: that of its header, else ``own`` of its body, else the one it got."""
+    state = request.state
+    if own is not None and not state.has_own_id and is_good_id(own):
+        state.request_id = own
+    return state.request_id
 
 
 def _check_content_type(request: Request) -> None:

@@ -22,6 +22,7 @@ TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     503: "ServiceUnavailableError",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -29,22 +30,38 @@ class HttpServer(uvicorn.Server):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose request has no end of its head after `MAX_HEAD_BYTES`."""
+    """Closes a connection whose request has no end of its head.
+
+    That is after `MAX_HEAD_BYTES`, or after the time that a connection may be idle.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_in_head = True
         self._num_head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has come."""
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed."""
+        self._stop_timer()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
         self._is_in_head = True
         self._num_head_bytes = 0
+        self._start_timer()
 
     def on_headers_complete(self) -> None:
         """The head of a request has ended."""
         self._is_in_head = False
+        self._stop_timer()
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -55,3 +72,16 @@ class HttpProtocol(HttpToolsProtocol):
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self.transport.write(TOO_LARGE)
                 self.transport.close()
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()

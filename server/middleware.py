@@ -19,6 +19,11 @@ OPEN_PATHS = frozenset({"/health", "/live"})
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
+def is_good_id(text: str) -> bool:
+    """Whether a request id is short and plain, so that it can be written anywhere."""
+    return _GOOD_ID.fullmatch(text) is not None
+
+
 class RequestId:
     """Puts the client's ``x-request-id``, or a new one, into the request's state and the reply.
 
@@ -30,15 +35,31 @@ class RequestId:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        is_good = is_good_id(given)
+        state = scope.setdefault("state", {})
+        state["request_id"] = given if is_good else uuid.uuid4().hex
+        state["has_own_id"] = is_good
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class RootPath:
+    """Takes off the path that a proxy has put in front of ours and did not take off itself."""
+
+    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path.startswith(self._root_path + "/"):
+            scope = {**scope, "path": path[len(self._root_path) :]}
+        await self._app(scope, receive, send)
 
 
 class ApiKey:

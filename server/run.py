@@ -73,6 +73,7 @@ async def serve(
       JaxserveError: it cannot start.
     """
     state = ServerState()
+    state.config = config
     stop, hurry = _signals()
     http = _http_server(create_app(state, api), settings)
     serving = asyncio.create_task(http.serve(sockets=[listener]))

@@ -30,6 +30,10 @@ class ApiSettings:
         1024, "answers under way, running or waiting, beyond which requests are refused with 429"
     )
     max_body_mib: int = setting(8, "largest request body in MiB")
+    body_timeout: float = setting(60.0, "seconds in which the body of a request must have come")
+    root_path: str = setting(
+        "", "path under which a proxy shows the server, such as /llm; works with it and without"
+    )
     allowed_origins: tuple[str, ...] = setting(
         (), "web origins whose pages may use the API (CORS), * for all; unset: none"
     )
@@ -41,6 +45,12 @@ class ApiSettings:
         for flag, value in {"max-queue": self.max_queue, "max-body-mib": self.max_body_mib}.items():
             if value < 1:
                 raise ConfigError(f"--{flag} must be at least 1, got {value}")
+        if self.body_timeout <= 0:
+            raise ConfigError(f"--body-timeout must be more than 0, got {self.body_timeout}")
+        if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
+            raise ConfigError(
+                f"--root-path must begin with / and not end with it, got {self.root_path!r}"
+            )
         if not all(self.api_key):
             raise ConfigError("--api-key must not be empty")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from jaxserve.config import EngineConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.frontend import Frontend
 
@@ -20,6 +21,7 @@ class ServerState:
       phase: what is going on while there is no front end, for people.
       draining: requests under way are finished, new ones are refused.
       created: Unix time at which the server was started.
+      config: what the engines were told, to be shown.
     """
 
     def __init__(self, frontend: Frontend | None = None) -> None:
@@ -27,6 +29,7 @@ class ServerState:
         self.phase = "starting"
         self.draining = False
         self.created = int(time.time())
+        self.config: EngineConfig | None = None
 
     def serving(self) -> Frontend:
         """The front end for a new request. Raises UnavailableError."""

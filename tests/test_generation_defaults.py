@@ -30,3 +30,19 @@ def test_impossible_values_say_where_they_come_from(bad) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         GenerationDefaults.from_checkpoint(bad, {})
     GenerationDefaults.from_checkpoint(bad, {}, use_sampling=False)
+
+
+def test_overrides_are_put_over_what_is_there() -> None:
+    of_model = {"eos_token_id": [2, 7], "temperature": 0.5, "top_p": 0.9}
+    for use_sampling, expected in (
+        (True, {"temperature": 0, "top_p": 0.9}),
+        (False, {"temperature": 0}),
+    ):
+        defaults = GenerationDefaults.from_checkpoint(
+            of_model, {}, use_sampling=use_sampling, overrides={"temperature": 0}
+        )
+        assert defaults == GenerationDefaults(expected, eos_token_ids=(2, 7))
+    defaults = GenerationDefaults.from_checkpoint(
+        of_model, {}, overrides={"top_p": None, "eos_token_id": 5}
+    )
+    assert defaults == GenerationDefaults({"temperature": 0.5}, eos_token_ids=(5,))

@@ -6,7 +6,7 @@ from starlette.routing import Route
 
 from jaxserve.openai import chat
 from jaxserve.openai.protocol import ChatRequest
-from server.body import read_json
+from server.body import read_json, request_id
 from server.sse import reply_stream, reply_whole
 
 
@@ -14,7 +14,7 @@ async def create(request: Request) -> Response:
     """Answers the last message of a chat."""
     frontend = request.app.state.server.serving()
     body = await read_json(request, ChatRequest)
-    job = await chat.prepare(frontend, body, request_id=request.state.request_id)
+    job = await chat.prepare(frontend, body, request_id=request_id(request, body.request_id))
     if body.stream:
         return await reply_stream(request, chat.stream(job))
     return await reply_whole(request, chat.complete(job))

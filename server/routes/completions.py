@@ -6,7 +6,7 @@ from starlette.routing import Route
 
 from jaxserve.openai import completions
 from jaxserve.openai.protocol import CompletionRequest
-from server.body import read_json
+from server.body import read_json, request_id
 from server.sse import reply_stream, reply_whole
 
 
@@ -14,7 +14,7 @@ async def create(request: Request) -> Response:
     """Continues a prompt."""
     frontend = request.app.state.server.serving()
     body = await read_json(request, CompletionRequest)
-    job = await completions.prepare(frontend, body, request_id=request.state.request_id)
+    job = await completions.prepare(frontend, body, request_id=request_id(request, body.request_id))
     if body.stream:
         return await reply_stream(request, completions.stream(job))
     return await reply_whole(request, completions.complete(job))

@@ -7,11 +7,12 @@ import re
 import pytest
 
 from jaxserve import __version__
-from jaxserve.errors import EngineDeadError
+from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.frontend import Limits
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_frontend import scripted_frontend
 from server.app import ROUTES
+from server.settings import ApiSettings
 from server.state import ServerState
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -313,6 +314,79 @@ async def test_request_ids_are_echoed_or_made(call) -> None:
         )
         assert streamed.headers["x-request-id"] == "abc-1"
         assert '"id":"cmpl-abc-1"' in streamed.text
+
+
+async def test_a_request_id_may_be_in_the_body(call) -> None:
+    async with call() as client:
+        for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
+            reply = await client.post(path, json=body | {"request_id": "abc-1"})
+            assert reply.headers["x-request-id"] == "abc-1"
+            assert reply.json()["id"].endswith("-abc-1")
+            other = {"x-request-id": "other"}
+            reply = await client.post(path, json=body | {"request_id": "abc-1"}, headers=other)
+            assert reply.headers["x-request-id"] == "other"
+            reply = await client.post(path, json=body | {"request_id": "a b"})
+            assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-request-id"])
+
+
+async def test_requests_can_be_ended_by_their_id(call, frontend) -> None:
+    frontend.engine.stall_after = 1
+    async with call() as client:
+        for order in (
+            {"request_id": "abc"},
+            {"request_id": "cmpl-abc"},
+            {"abort_all": True},
+        ):
+            asked = asyncio.create_task(
+                client.post("/v1/completions", json=PROMPT | {"n": 2, "request_id": "abc"})
+            )
+            while frontend.num_in_flight < 2:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            assert (await client.post("/abort", json={"request_id": "no"})).json() == {"aborted": 0}
+            assert (await client.post("/abort", json=order)).json() == {"aborted": 2}
+            reply = (await asked).json()
+            assert {c["finish_reason"] for c in reply["choices"]} == {"abort"}
+            assert {c["text"] for c in reply["choices"]} == {"hello"}
+        for bad in ({}, {"request_id": "a", "abort_all": True}):
+            check_error(await client.post("/abort", json=bad), 400, param="request_id")
+
+
+async def test_what_is_served_can_be_seen(call, frontend) -> None:
+    async with call(api_key=("secret",)) as client:
+        assert (await client.get("/server_info")).status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        reply = await client.get("/server_info", headers=headers)
+    assert "secret" not in reply.text
+    facts = reply.json()
+    assert facts["models"] == ["tiny"]
+    assert facts["max_model_len"] == 256
+    assert facts["engines"]["0"]["num_running"] == 0
+
+
+async def test_a_proxy_may_show_the_server_under_a_path(call) -> None:
+    async with call(root_path="/llm", api_key=("k",)) as client:
+        key = {"authorization": "Bearer k"}
+        for path in ("/v1/models", "/llm/v1/models"):
+            assert (await client.get(path)).status_code == 401
+            assert (await client.get(path, headers=key)).json()["data"][0]["id"] == "tiny"
+        assert (await client.get("/llm/health")).status_code == 200
+        check_error(await client.get("/llmx/v1/models", headers=key), 404)
+    for bad in ("llm", "/llm/", "/"):
+        with pytest.raises(ConfigError):
+            ApiSettings(root_path=bad)
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(call) -> None:
+    async def trickle():
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with call(body_timeout=0.05) as client:
+        response = await client.post("/v1/completions", content=trickle())
+        check_error(response, 408)
+        assert response.headers["connection"] == "close"
+        assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
 
 
 async def test_two_requests_may_have_the_same_id(call, frontend) -> None:

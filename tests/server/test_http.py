@@ -17,6 +17,7 @@ async def serving(keep_alive_s: float) -> AsyncIterator[int]:
     """Serves an empty reply to everything; gives the port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()
         config = uvicorn.Config(
             Response(),
             http=HttpProtocol,

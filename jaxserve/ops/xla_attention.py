@@ -1,13 +1,19 @@
-"""Paged attention in plain jnp: right on every device, and the reference for kernels.
+"""Paged attention in plain jnp: right on every device, fast on a CPU, the reference for kernels.
 
-Queries are cut into tiles, each of one request; a tile walks over its request's blocks with an
-online softmax, a few blocks at a time, and no further than its own last position.
+Both paths walk over the cache in chunks of a few blocks with an online softmax, so that a chunk is
+still in the processor's cache when it is used, and go no further than the longest of the requests
+that they serve together. Everything is computed in float32.
 
-Dimensions: T tokens, R requests, W block table width, N blocks, S block size, K kv heads, G query
-heads per kv head, D head dim, Q queries in a tile.
+Dimensions: T tokens, R requests, W block table width, S tokens in a chunk, K key-value heads, G
+query heads for each of them, H = K * G query heads, D head dim, B requests in a decode tile, Q
+queries in a prefill tile.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +22,74 @@ from jax import lax
 from jaxserve.config import Device
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 
-_TILE = 16
-_CHUNK_TOKENS = 128
+# The score of a position that a query does not see. Finite: a query of which nothing has been seen
+# yet gets equal weights instead of NaN, and they vanish at the first real score.
+_MASKED = -1e30
+# Keys that a decode tile reads at a time: with the values, what stays in a core's L2 cache.
+_DECODE_CHUNK_FLOATS = 2**18
+_PREFILL_TILE = 32
+_PREFILL_CHUNK = 128
+
+
+class _Options(NamedTuple):
+    """As in `AttendFn`."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+
+class _Layer(NamedTuple):
+    """One layer of the cache."""
+
+    kv: KVCache
+    index: jax.Array | int
+
+    @property
+    def block_size(self) -> int:
+        return self.kv.k.shape[2]
+
+    def read(self, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values f32[..., S, K, D] of blocks i32[..., S / block_size], all in range."""
+
+        def gather(cache: jax.Array) -> jax.Array:
+            blocks = cache.at[self.index, block_ids].get(mode="promise_in_bounds")
+            return blocks.reshape(*block_ids.shape[:-1], -1, *cache.shape[-2:]).astype(jnp.float32)
+
+        return gather(self.kv.k), gather(self.kv.v)
+
+
+class _Softmax(NamedTuple):
+    """A softmax over the positions seen so far.
+
+    Attributes:
+      highest: f32[...], the highest score.
+      total: f32[...], sum of the weights ``exp(score - highest)``.
+      values: f32[..., D], sum of the values by weight.
+    """
+
+    highest: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], head_dim: int) -> _Softmax:
+        return _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+
+    def add(self, scores: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> _Softmax:
+        """Adds positions with scores f32[..., S]; ``mix`` sums their values by given weights."""
+        highest = jnp.maximum(self.highest, jnp.max(scores, axis=-1))
+        weights = jnp.exp(scores - highest[..., None])
+        shrink = jnp.exp(self.highest - highest)
+        return _Softmax(
+            highest,
+            self.total * shrink + jnp.sum(weights, axis=-1),
+            self.values * shrink[..., None] + mix(weights),
+        )
+
+    def result(self) -> jax.Array:
+        """f32[..., D]; zero where no position has been added."""
+        return self.values / jnp.maximum(self.total, 1e-30)[..., None]
 
 
 def backend(device: Device) -> AttentionBackend:
@@ -49,85 +121,209 @@ def attend(
     soft_cap: float | None = None,
 ) -> jax.Array:
     """See `AttendFn`."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_rows, width = meta.block_tables.shape
-    block_size, num_kv_heads = kv.k.shape[2:4]
-    tile = 1 if meta.decode_only else _TILE
-    num_tiles = num_rows if meta.decode_only else -(-num_tokens // tile) + num_rows
-
-    lengths = jnp.diff(meta.query_start)
-    ends = jnp.cumsum(-(-lengths // tile))  # tiles of rows 0..r
-    tile_ids = jnp.arange(num_tiles)
-    rows = jnp.minimum(jnp.searchsorted(ends, tile_ids, side="right"), num_rows - 1)
-    first_tile = ends - (-(-lengths // tile))
-    starts = (tile_ids - first_tile[rows]) * tile  # in the row's queries
-    offsets = starts[:, None] + jnp.arange(tile)
-    tokens = jnp.minimum(meta.query_start[rows][:, None] + offsets, num_tokens - 1)
-    is_real = (offsets < lengths[rows][:, None]) & (meta.seq_lens[rows] > 0)[:, None]
-    positions = jnp.where(is_real, meta.positions[tokens], -1)
-
-    pad = -width % max(1, _CHUNK_TOKENS // block_size)
-    tables = jnp.pad(meta.block_tables, ((0, 0), (0, pad)))
-    queries = q[tokens].reshape(num_tiles, tile, num_kv_heads, -1, head_dim)
-
-    def one(args):
-        queries, positions, table = args
-        return _attend_tile(queries, positions, table, kv, layer, scale, window, soft_cap)
-
-    out = lax.map(one, (queries, positions, tables[rows]))
-    out = out.reshape(num_tiles, tile, num_heads, head_dim)
-    token_ids = jnp.arange(num_tokens)
-    row = jnp.minimum(jnp.searchsorted(meta.query_start[1:], token_ids, side="right"), num_rows - 1)
-    at = token_ids - meta.query_start[row]
-    tile_of = jnp.clip(first_tile[row] + at // tile, 0, num_tiles - 1)
-    return out[tile_of, at % tile].astype(q.dtype)
+    cache, options = _Layer(kv, layer), _Options(scale, window, soft_cap)
+    queries = q.astype(jnp.float32)
+    if meta.decode_only:
+        out = _decode(queries, meta.block_tables, meta.seq_lens, cache, options)
+        return out.astype(q.dtype)
+    num_tokens, num_rows = q.shape[0], meta.seq_lens.shape[0]
+    counts = jnp.diff(meta.query_start)
+    first = jnp.minimum(meta.query_start[:-1], num_tokens - 1)
+    decode_lens = jnp.where(counts == 1, meta.seq_lens, 0)
+    decoded = _decode(queries[first], meta.block_tables, decode_lens, cache, options)
+    others = _prefill(queries, meta, cache, options)
+    rows = jnp.searchsorted(meta.query_start[1:], jnp.arange(num_tokens), side="right")
+    rows = jnp.minimum(rows, num_rows - 1)
+    is_decode = (decode_lens > 0)[rows][:, None, None]
+    return jnp.where(is_decode, decoded[rows], others).astype(q.dtype)
 
 
-def _attend_tile(q, positions, table, kv, layer, scale, window, soft_cap):
-    """q [Q, K, G, D], positions i32[Q] (-1: none), table i32[W] -> f32[Q, K, G, D]."""
-    tile, num_kv_heads, group, head_dim = q.shape
-    num_blocks, block_size = kv.k.shape[1:3]
-    step = min(max(1, _CHUNK_TOKENS // block_size), table.shape[0])
-    last = jnp.max(positions)
-    dtype = jnp.promote_types(q.dtype, kv.k.dtype)
+def _decode(
+    q: jax.Array, tables: jax.Array, seq_lens: jax.Array, cache: _Layer, options: _Options
+) -> jax.Array:
+    """One query per request, at its last position; requests with length 0 get anything finite.
 
-    def body(i, carry):
-        highest, total, acc = carry
-        ids = jnp.clip(lax.dynamic_slice(table, (i * step,), (step,)), 0, num_blocks - 1)
-        k = kv.k[layer, ids].reshape(-1, num_kv_heads, head_dim).astype(dtype)
-        v = kv.v[layer, ids].reshape(-1, num_kv_heads, head_dim).astype(dtype)
-        at = i * step * block_size + jnp.arange(step * block_size)
-        v = jnp.where((at <= last)[:, None, None], v, 0)
-        scores = jnp.einsum(
-            "qkgd,skd->qkgs", q.astype(dtype), k, preferred_element_type=jnp.float32
-        )
-        scores = scores * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        seen = at <= positions[:, None]
-        if window is not None:
-            seen &= at > positions[:, None] - window
-        scores = jnp.where(seen[:, None, None, :], scores, -jnp.inf)
-        new = jnp.maximum(highest, jnp.max(scores, axis=-1))
-        safe = jnp.where(new == -jnp.inf, 0, new)
-        weights = jnp.exp(scores - safe[..., None])
-        shrink = jnp.exp(highest - safe)
-        total = total * shrink + jnp.sum(weights, axis=-1)
-        acc = acc * shrink[..., None] + jnp.einsum(
-            "qkgs,skd->qkgd", weights.astype(dtype), v, preferred_element_type=jnp.float32
-        )
-        return new, total, acc
+    The requests are sorted by length and served in tiles, each as long as its longest.
 
-    shape = (tile, num_kv_heads, group)
-    start = (
-        jnp.full(shape, -jnp.inf, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
-    )
+    Args:
+      q: f32[R, H, D].
+      tables: i32[R, W].
+      seq_lens: i32[R].
+
+    Returns:
+      f32[R, H, D].
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = cache.kv.k.shape[3], cache.block_size
+    tile, step = _decode_tile(num_rows, tables.shape[1], cache)
     chunk = step * block_size
-    first = 0
-    if window is not None:
-        first = jnp.maximum(jnp.min(jnp.where(positions < 0, last, positions)) - window + 1, 0)
-        first = first // chunk
-    _, total, acc = lax.fori_loop(first, (last + chunk) // chunk, body, start)
-    return acc / jnp.maximum(total, 1e-30)[..., None]
+    used = jnp.arange(tables.shape[1]) * block_size < seq_lens[:, None]
+    tables = jnp.where(used, tables, 0)
+
+    order = jnp.argsort(-seq_lens)
+    padding = (0, -num_rows % tile)
+    tables = jnp.pad(tables[order], (padding, (0, -tables.shape[1] % step)))
+    seq_lens = jnp.pad(seq_lens[order], padding)
+    q = jnp.pad(q[order], (padding, (0, 0), (0, 0))) * options.scale
+
+    def serve(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q, tables, lens = inputs
+        query = _Query.of(q.reshape(tile, num_kv_heads, -1, head_dim))
+
+        def add_chunk(index: jax.Array, state: _Softmax) -> _Softmax:
+            block_ids = lax.dynamic_slice(tables, (0, index * step), (tile, step))
+            k, v = cache.read(block_ids)
+            at = index * chunk + jnp.arange(chunk)
+            seen = at < lens[:, None]
+            if options.window is not None:
+                seen &= at >= lens[:, None] - options.window
+            # What is not seen may be NaN, which a weight of zero would not hide.
+            v = jnp.where(seen[:, :, None, None], v, 0)
+            scores = jnp.where(seen[:, None], _cap(query.scores(k), options), _MASKED)
+            return state.add(scores, lambda weights: query.mix(weights, v))
+
+        begin = 0
+        if options.window is not None:
+            begins = jnp.where(lens > 0, lens - options.window, jnp.max(lens))
+            begin = jnp.maximum(jnp.min(begins), 0) // chunk
+        end = (jnp.max(lens) + chunk - 1) // chunk
+        empty = _Softmax.empty((tile, num_heads), head_dim)
+        return lax.fori_loop(begin, end, add_chunk, empty).result()
+
+    tiles = (q, tables, seq_lens)
+    out = lax.map(serve, jax.tree.map(lambda x: x.reshape(-1, tile, *x.shape[1:]), tiles))
+    return out.reshape(-1, num_heads, head_dim)[jnp.argsort(order)]
+
+
+def _decode_tile(num_rows: int, width: int, cache: _Layer) -> tuple[int, int]:
+    """Requests in a tile, and blocks of each that are read at a time."""
+    tokens = max(_DECODE_CHUNK_FLOATS // math.prod(cache.kv.k.shape[3:]), 512)
+    tile = min(num_rows, 4 if tokens < 1024 else 8)
+    # Few requests take longer chunks, which are fewer.
+    step = min(tokens // tile, 512) // cache.block_size
+    return tile, max(1, min(step, width))
+
+
+class _Query(NamedTuple):
+    """The queries of a decode tile, in the form in which they meet keys fastest.
+
+    With few key-value heads that is a matrix product over all of them at once, in which each query
+    is zero but for its own head: some waste, but keys and values are used as they lie in memory.
+
+    Attributes:
+      q: f32[B, K, G, D].
+      spread: f32[B, H, K * D], or None if there are many heads.
+    """
+
+    q: jax.Array
+    spread: jax.Array | None
+
+    @staticmethod
+    def of(q: jax.Array) -> _Query:
+        num_kv_heads, head_dim = q.shape[1], q.shape[3]
+        if num_kv_heads > 4:
+            return _Query(q, None)
+        sides = [(k * head_dim, (num_kv_heads - 1 - k) * head_dim) for k in range(num_kv_heads)]
+        heads = [jnp.pad(q[:, k], ((0, 0), (0, 0), side)) for k, side in enumerate(sides)]
+        return _Query(q, jnp.concatenate(heads, axis=1))
+
+    def scores(self, keys: jax.Array) -> jax.Array:
+        """f32[B, S, K, D] -> f32[B, H, S]."""
+        size, length = keys.shape[:2]
+        if self.spread is not None:
+            return jnp.einsum("bhx,bsx->bhs", self.spread, keys.reshape(size, length, -1))
+        products = jnp.sum(keys[:, :, :, None] * self.q[:, None], axis=-1)
+        return products.reshape(size, length, -1).transpose(0, 2, 1)
+
+    def mix(self, weights: jax.Array, values: jax.Array) -> jax.Array:
+        """f32[B, H, S], f32[B, S, K, D] -> f32[B, H, D]."""
+        size, length, num_kv_heads, head_dim = values.shape
+        group = self.q.shape[2]
+        if self.spread is not None:
+            mixed = jnp.einsum("bhs,bsx->bhx", weights, values.reshape(size, length, -1))
+            own = [
+                mixed[:, k * group : (k + 1) * group, k * head_dim : (k + 1) * head_dim]
+                for k in range(num_kv_heads)
+            ]
+            return jnp.concatenate(own, axis=1)
+        weights = weights.transpose(0, 2, 1).reshape(size, length, num_kv_heads, group)
+        return jnp.sum(weights[..., None] * values[:, :, :, None], axis=1).reshape(
+            size, -1, head_dim
+        )
+
+
+def _prefill(q: jax.Array, meta: AttentionMeta, cache: _Layer, options: _Options) -> jax.Array:
+    """Requests with more than one query, in tiles of queries of one request each.
+
+    Args:
+      q: f32[T, H, D].
+
+    Returns:
+      f32[T, H, D]; zero for the tokens of other requests and for padding.
+    """
+    num_tokens = q.shape[0]
+    counts = jnp.diff(meta.query_start)
+    num_tiles = jnp.where(counts > 1, -(-counts // _PREFILL_TILE), 0)
+    ends = jnp.cumsum(num_tiles)
+    q = jnp.pad(q * options.scale, ((0, _PREFILL_TILE), (0, 0), (0, 0)))
+
+    def serve(index: jax.Array, out: jax.Array) -> jax.Array:
+        row = jnp.searchsorted(ends, index, side="right")
+        in_row = (index - ends[row] + num_tiles[row]) * _PREFILL_TILE
+        start = meta.query_start[row] + in_row
+        num_queries = jnp.minimum(counts[row] - in_row, _PREFILL_TILE)
+        position = meta.seq_lens[row] - counts[row] + in_row
+        queries = lax.dynamic_slice_in_dim(q, start, _PREFILL_TILE)
+        table = meta.block_tables[row]
+        tile = _prefill_tile(queries, position, num_queries, table, cache, options)
+        # The tile may reach into the next request's tokens.
+        is_own = (jnp.arange(_PREFILL_TILE) < num_queries)[:, None, None]
+        others = lax.dynamic_slice_in_dim(out, start, _PREFILL_TILE)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(is_own, tile, others), start, 0)
+
+    return lax.fori_loop(0, ends[-1], serve, jnp.zeros_like(q))[:num_tokens]
+
+
+def _prefill_tile(
+    q: jax.Array,
+    position: jax.Array,
+    num_queries: jax.Array,
+    table: jax.Array,
+    cache: _Layer,
+    options: _Options,
+) -> jax.Array:
+    """Queries f32[Q, H, D] at ``position`` and after, of which ``num_queries`` count; i32[W].
+
+    Returns f32[Q, H, D].
+    """
+    size, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = cache.kv.k.shape[3], cache.block_size
+    step = max(1, min(_PREFILL_CHUNK // block_size, table.shape[0]))
+    chunk = step * block_size
+    end = position + num_queries
+    begin = 0 if options.window is None else jnp.maximum(position - options.window + 1, 0)
+    table = jnp.where(jnp.arange(table.shape[0]) * block_size < end, table, 0)
+    table = jnp.pad(table, (0, -table.shape[0] % step))
+    positions = position + jnp.arange(size)[:, None]
+    by_head = q.reshape(size, num_kv_heads, -1, head_dim).transpose(1, 0, 2, 3)
+
+    def add_chunk(index: jax.Array, state: _Softmax) -> _Softmax:
+        k, v = cache.read(lax.dynamic_slice(table, (index * step,), (step,)))
+        at = index * chunk + jnp.arange(chunk)
+        v = jnp.where(((at >= begin) & (at < end))[:, None, None], v, 0)
+        seen = at <= positions
+        if options.window is not None:
+            seen &= at > positions - options.window
+        scores = _cap(jnp.einsum("kqgd,skd->kqgs", by_head, k), options)
+        scores = jnp.where(seen[:, None], scores, _MASKED)
+        return state.add(scores, lambda weights: jnp.einsum("kqgs,skd->kqgd", weights, v))
+
+    empty = _Softmax.empty(by_head.shape[:-1], head_dim)
+    state = lax.fori_loop(begin // chunk, (end + chunk - 1) // chunk, add_chunk, empty)
+    return state.result().transpose(1, 0, 2, 3).reshape(size, num_heads, head_dim)
+
+
+def _cap(scores: jax.Array, options: _Options) -> jax.Array:
+    if options.soft_cap is None:
+        return scores
+    return options.soft_cap * jnp.tanh(scores / options.soft_cap)

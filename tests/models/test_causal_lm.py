@@ -1,0 +1,75 @@
+"""What a step of a model does besides being right: memory, dtypes, names in profiles."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.models.loading import load_params
+from jaxserve.models.spec import ModelSpec
+from jaxserve.ops import xla_attention
+from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
+from jaxserve.testing.tiny import random_tensors, tiny_config
+
+NUM_BLOCKS = 512
+
+
+@pytest.fixture
+def lower(in_memory):
+    """``lower(loop, dtype, decode_only=...)``: the step of a tiny model, traced."""
+
+    def make(loop: Literal["scan", "unroll"], dtype: str, *, decode_only: bool):
+        config = tiny_config(num_hidden_layers=3)
+        spec = ModelSpec.from_hf(config)
+        checkpoint = in_memory(random_tensors(config))
+        graphdef, params = load_params(checkpoint, spec, dtype=dtype, loop=loop)
+        attention = AttentionBackend("xla", xla_attention.write, xla_attention.attend)
+
+        def step(params, kv, tokens, meta):
+            hidden, kv = nnx.merge(graphdef, params)(tokens, kv, meta, attention=attention)
+            return nnx.merge(graphdef, params).logits(hidden), kv
+
+        shape = (spec.num_layers, NUM_BLOCKS, 16, spec.num_kv_heads, spec.head_dim)
+        kv = KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        size = 4
+        zeros = np.zeros(size, np.int32)
+        meta = AttentionMeta(
+            positions=zeros,
+            slots=zeros,
+            block_tables=np.zeros((size, 8), np.int32),
+            seq_lens=zeros,
+            query_start=np.zeros(size + 1, np.int32),
+            decode_only=decode_only,
+        )
+        return jax.jit(step, donate_argnums=1).lower(params, kv, zeros, meta), kv
+
+    return make
+
+
+@pytest.mark.parametrize("decode_only", [True, False])
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_the_cache_is_written_in_place(lower, loop, decode_only):
+    """No copy of it, nor of one layer, at any time."""
+    lowered, kv = lower(loop, "float32", decode_only=decode_only)
+    memory = lowered.compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= kv.k.nbytes + kv.v.nbytes
+    assert memory.temp_size_in_bytes < kv.k.nbytes / 3
+
+
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_logits_are_float32_and_the_cache_keeps_its_type(lower, loop):
+    lowered, _ = lower(loop, "bfloat16", decode_only=True)
+    logits, kv = lowered.out_info
+    assert logits.dtype == jnp.float32
+    assert {kv.k.dtype, kv.v.dtype} == {jnp.dtype("bfloat16")}
+
+
+def test_blocks_are_named_in_profiles(lower):
+    text = lower("unroll", "float32", decode_only=True)[0].as_text(debug_info=True)
+    for name in ("embed", "layer_2/attention", "layer_2/mlp", "logits"):
+        assert name in text

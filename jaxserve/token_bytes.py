@@ -49,7 +49,7 @@ def byte_rule(backend: Backend) -> tuple[Callable[[str], bytes], bool]:
     )
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """The characters that stand for the 256 bytes in byte-level vocabularies.
 
     Printable Latin-1 characters stand for themselves, the others are moved up from U+0100 on.
@@ -61,7 +61,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     }
 
 
-_BYTE_OF = _byte_level_alphabet()
+_BYTE_OF = byte_level_alphabet()
 
 
 def _byte_level(token: str) -> bytes:

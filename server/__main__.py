@@ -23,12 +23,12 @@ from server.settings import ApiSettings, ServerSettings
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until it is told to stop. Returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     console = Console(sys.stderr)
     try:
         settings = read_flags(args, ServerSettings)
         api = read_flags(args, ApiSettings)
-        config = _engine_config(args)
+        config = read_config(args)
         _set_up_logging(settings.log_level)
         listener = listen(settings.host, settings.port)
         console.say(f"jaxserve {__version__}: starting {config.model.model}")
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of the server."""
     parser = argparse.ArgumentParser(
         prog="jaxserve", description="Serve a language model over the OpenAI HTTP API."
     )
@@ -59,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _engine_config(args: argparse.Namespace) -> EngineConfig:
+def read_config(args: argparse.Namespace) -> EngineConfig:
+    """What the flags tell the engines."""
     if args.positional_model is not None:
         args.model = args.positional_model
     return read_engine_config(args)

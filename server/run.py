@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 
 from jaxserve.client import EngineClient
 from jaxserve.config import EngineConfig
+from jaxserve.engine_protocol import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.frontend import Frontend, Limits
 from jaxserve.served_model import ServedModel
@@ -75,7 +76,7 @@ async def serve(
     state = ServerState()
     state.config = config
     stop, hurry = _signals()
-    http = _http_server(create_app(state, api), settings)
+    http = http_server(create_app(state, api), settings)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     client: EngineClient | None = None
     try:
@@ -111,7 +112,7 @@ async def _start(
         console.progress(event)
         state.phase = console.phase
 
-    template = _read_template(settings.chat_template)
+    template = read_template(settings.chat_template)
     starting = asyncio.create_task(
         EngineClient.start(config, factory=settings.engine_factory, on_progress=on_progress)
     )
@@ -122,21 +123,33 @@ async def _start(
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
-    frontend = Frontend(
-        client,
-        model.tokenizer,
-        model_names=api.served_model_name or (model.name,),
-        defaults=model.defaults,
-        limits=Limits(max_in_flight=api.max_queue),
-        chat_template=template,
-        tool_call_parser=settings.tool_call_parser,
-        reasoning_parser=settings.reasoning_parser,
-    )
+    frontend = make_frontend(client, model, api, settings, chat_template=template)
     client.on_outputs = frontend.metrics.step_done
     # What has been made so far stays; the collector need not look at it again.
     gc.collect()
     gc.freeze()
     return frontend, client
+
+
+def make_frontend(
+    engine: Engine,
+    model: ServedModel,
+    api: ApiSettings,
+    settings: ServerSettings,
+    *,
+    chat_template: str | None,
+) -> Frontend:
+    """The front of ``engine`` as the settings want it. Raises ConfigError."""
+    return Frontend(
+        engine,
+        model.tokenizer,
+        model_names=api.served_model_name or (model.name,),
+        defaults=model.defaults,
+        limits=Limits(max_in_flight=api.max_queue),
+        chat_template=chat_template,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+    )
 
 
 async def _unless_stopped(stop: asyncio.Future[int], work: Coroutine[Any, Any, T]) -> T:
@@ -186,7 +199,8 @@ async def _drain(client: EngineClient, timeout_s: float, hurry: asyncio.Future[i
         await client.drain(0)
 
 
-def _http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
+def http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
+    """What speaks HTTP for ``app``; it takes the sockets to listen on."""
     return HttpServer(
         uvicorn.Config(
             app,
@@ -222,7 +236,8 @@ def _announce(
     )
 
 
-def _read_template(path: str | None) -> str | None:
+def read_template(path: str | None) -> str | None:
+    """The text of a ``--chat-template`` file. Raises ConfigError."""
     if path is None:
         return None
     try:

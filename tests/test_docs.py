@@ -24,7 +24,7 @@ def ids(path: Path) -> str:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
 def test_flags_exist(document: Path) -> None:
     known = set(OTHER_FLAGS)
-    for parser in (server.__main__._parser(), offline.make_parser(), bench.make_parser()):
+    for parser in (server.__main__.make_parser(), offline.make_parser(), bench.make_parser()):
         known |= parser._option_string_actions.keys()
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", document.read_text()))
     assert named - known == set()

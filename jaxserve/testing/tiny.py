@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer as Backend
 
 from jaxserve.testing.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_backend
 
@@ -130,6 +131,7 @@ def write_checkpoint(
     *,
     num_shards: int = 1,
     generation_config: Mapping[str, Any] | None = None,
+    tokenizer: Backend | None = None,
     tokenizer_config: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a whole checkpoint: configuration, weights, tokenizer, chat template.
@@ -140,7 +142,8 @@ def write_checkpoint(
       tensors: weights; None: random ones.
       num_shards: more than 1 writes that many files and an index.
       generation_config: contents of generation_config.json; None: there is no such file.
-      tokenizer_config: keys to replace in tokenizer_config.json.
+      tokenizer: contents of tokenizer.json; None: `tiny_backend`.
+      tokenizer_config: keys to replace in tokenizer_config.json; a None removes one.
 
     Returns:
       ``folder``.
@@ -150,14 +153,11 @@ def write_checkpoint(
     tensors = random_tensors(config) if tensors is None else tensors
     dtype = {"bfloat16": ml_dtypes.bfloat16}.get(config["dtype"], config["dtype"])
     write_weights(folder, {n: t.astype(dtype) for n, t in tensors.items()}, num_shards=num_shards)
-    tiny_backend().save(str(folder / "tokenizer.json"))
+    (tokenizer or tiny_backend()).save(str(folder / "tokenizer.json"))
+    names = {**SPECIAL_TOKENS, "chat_template": CHAT_TEMPLATE, **(tokenizer_config or {})}
     files = {
         "config.json": config,
-        "tokenizer_config.json": {
-            **SPECIAL_TOKENS,
-            "chat_template": CHAT_TEMPLATE,
-            **(tokenizer_config or {}),
-        },
+        "tokenizer_config.json": {k: v for k, v in names.items() if v is not None},
     }
     if generation_config is not None:
         files["generation_config.json"] = generation_config

@@ -1,10 +1,15 @@
-"""A byte-level tokenizer of a few hundred tokens."""
+"""Tokenizers of a few hundred tokens, byte-level and in the manner of sentencepiece."""
 
 from __future__ import annotations
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from collections.abc import Sequence
+from itertools import product
+from string import ascii_lowercase
+
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from jaxserve.token_bytes import SPACE_MARK
 from jaxserve.tokenizer import Tokenizer
 
 MERGES = (
@@ -21,14 +26,62 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_backend() -> Backend:
-    """256 bytes, a dozen merges, two special tokens and two that are added but not special."""
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in MERGES)]
-    backend = Backend(models.BPE({t: i for i, t in enumerate(tokens)}, list(MERGES)))
+def tiny_backend(
+    merges: Sequence[tuple[str, str]] = MERGES, *, unreachable: Sequence[str] = ()
+) -> Backend:
+    """256 bytes, a dozen merges, two special tokens and two that are added but not special.
+
+    Args:
+      merges: other merges.
+      unreachable: more tokens, in the byte-level alphabet. No text is encoded with them.
+    """
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    tokens += [token for token in unreachable if token not in tokens]
+    backend = Backend(models.BPE({t: i for i, t in enumerate(tokens)}, list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS.values()])
     backend.add_tokens([AddedToken(t, special=False) for t in ADDED_TOKENS])
+    return backend
+
+
+def full_backend(vocab_size: int = 512) -> Backend:
+    """A byte-level tokenizer in which all ids below ``vocab_size`` are tokens: pairs of letters."""
+    pairs = [pair for pair in product(ascii_lowercase, repeat=2) if pair not in MERGES]
+    num_added = len(SPECIAL_TOKENS) + len(ADDED_TOKENS)
+    return tiny_backend([*MERGES, *pairs][: vocab_size - 256 - num_added])
+
+
+SPM_SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def spm_backend(pieces: Sequence[str] = ()) -> Backend:
+    """In the manner of Llama 2: marks for spaces, tokens for single bytes, a text begins with <s>.
+
+    Args:
+      pieces: tokens besides bytes and printable ASCII characters. No text is encoded with them.
+    """
+    tokens = [*reversed(SPM_SPECIAL_TOKENS.values()), *(f"<0x{i:02X}>" for i in range(256))]
+    tokens += [SPACE_MARK, *map(chr, range(0x21, 0x7F))]
+    tokens += [piece for piece in pieces if piece not in tokens]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(SPACE_MARK), normalizers.Replace(" ", SPACE_MARK)]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace(SPACE_MARK, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", vocab["<s>"])]
+    )
+    special = [AddedToken(token, special=True) for token in SPM_SPECIAL_TOKENS.values()]
+    backend.add_special_tokens(special)
     return backend
 
 

@@ -1,0 +1,109 @@
+"""A whole server in threads of this process, for tests: real sockets, no start-up of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from jaxserve.cli import read_flags
+from jaxserve.config import EngineConfig
+from jaxserve.engine.process import load_factory
+from jaxserve.frontend import Frontend
+from jaxserve.in_process import InProcessEngine
+from jaxserve.messages import Progress
+from jaxserve.served_model import ServedModel
+from server.__main__ import make_parser, read_config
+from server.app import create_app
+from server.run import http_server, listen, make_frontend, read_template
+from server.settings import ApiSettings, ServerSettings
+from server.state import ServerState
+
+T = TypeVar("T")
+
+
+class ServerThread:
+    """Serves a model from its construction until `close`.
+
+    Args:
+      *argv: as for ``python -m server``. It listens on a free port.
+
+    Attributes:
+      url: where it is, without a path.
+      frontend: what serves the requests, in a thread of its own; see `call`.
+
+    Raises:
+      JaxserveError: it cannot start.
+    """
+
+    def __init__(self, *argv: str) -> None:
+        args = make_parser().parse_args(["--port", "0", *argv])
+        self._settings = read_flags(args, ServerSettings)
+        self._api = read_flags(args, ApiSettings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server", daemon=True)
+        self._thread.start()
+        try:
+            self.call(self._start(read_config(args)))
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine where the server runs, and waits for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        """Ends it. Requests under way are aborted."""
+        self.call(self._stop())
+        self._end_loop()
+
+    async def _start(self, config: EngineConfig) -> None:
+        model = ServedModel.open(config.model)
+        template = read_template(self._settings.chat_template)
+        build = load_factory(self._settings.engine_factory)
+        self._engine = await InProcessEngine.start(functools.partial(build, config, 0, _ignore))
+        try:
+            self.frontend: Frontend = make_frontend(
+                self._engine, model, self._api, self._settings, chat_template=template
+            )
+        except BaseException:
+            await self._engine.close()
+            raise
+        state = ServerState(self.frontend)
+        state.config = config
+        listener = listen(self._settings.host, self._settings.port)
+        self.url = f"http://{self._settings.host}:{listener.getsockname()[1]}"
+        self._http = http_server(create_app(state, self._api), self._settings)
+        self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
+
+    async def _stop(self) -> None:
+        self.frontend.abort(None)
+        self._http.should_exit = True
+        await self._serving
+        await self._engine.close()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _ignore(progress: Progress) -> None:
+    pass
+
+
+def flags(**settings: object) -> Sequence[str]:
+    """``num_blocks=8`` as ``--num-blocks 8``; a boolean as ``--x`` or ``--no-x``."""
+    argv: list[str] = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, tuple | list):
+            argv += [f"--{flag}", *map(str, value)]
+        else:
+            argv += [f"--{flag}", str(value)]
+    return argv

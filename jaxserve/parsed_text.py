@@ -11,9 +11,13 @@ from jaxserve.tokenizer import Tokenizer
 
 
 class ParsedStep(DetokenizerStep, frozen=True, gc=False):
-    """What one push adds; ``text_delta`` is the content among the events."""
+    """What one push adds; ``text_delta`` is the content among the events.
+
+    ``num_reasoning_tokens`` of the tokens are of a think block.
+    """
 
     events: list[Event] = []
+    num_reasoning_tokens: int = 0
 
 
 class ParsedText:
@@ -48,20 +52,23 @@ class ParsedText:
     def push(self, token_ids: Sequence[int], *, finished: bool) -> ParsedStep:
         """Adds tokens. ``finished`` says that they are the last, so that nothing is held back."""
         out: list[Event] = []
+        num_reasoning = 0
         for used, token_id in enumerate(token_ids, 1):
             text = self._detokenizer.push((token_id,), finished=False).text_delta
+            was_reasoning = self._parser.is_reasoning
             stop = self._take(self._parser.push(text), out) if text else None
+            num_reasoning += was_reasoning or self._parser.is_reasoning
             if stop is not None:
-                return _step(out, stop, used)
+                return _step(out, stop, used, num_reasoning)
             self._unsearched -= 1
         if finished:
             tail = self._detokenizer.push((), finished=True).text_delta
             rest = self._parser.push(tail) if tail else []
             stop = self._take([*rest, *self._parser.finish()], out)
             if stop is not None:
-                return _step(out, stop, len(token_ids))
+                return _step(out, stop, len(token_ids), num_reasoning)
             self._flush(out)
-        return _step(out, None, len(token_ids))
+        return _step(out, None, len(token_ids), num_reasoning)
 
     def _take(self, events: Iterable[Event], out: list[Event]) -> str | None:
         """Passes events on, up to a stop text, which it returns."""
@@ -101,6 +108,6 @@ def _append(out: list[Event], event: Event) -> None:
         out.append(event)
 
 
-def _step(events: list[Event], stop: str | None, num_used: int) -> ParsedStep:
+def _step(events: list[Event], stop: str | None, num_used: int, num_reasoning: int) -> ParsedStep:
     text = "".join([event.text for event in events if isinstance(event, ContentDelta)])
-    return ParsedStep(text, stop, num_used, events)
+    return ParsedStep(text, stop, num_used, events, num_reasoning)

@@ -40,6 +40,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
       prompt_logprobs: on the first delta of an answer, if the request asked for them: an entry for
         each token of the prompt, None for the first.
       events: what the parser of the answer says; None if it has none.
+      num_reasoning_tokens: how many of the tokens the parser finds in a think block.
     """
 
     index: int
@@ -51,6 +52,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     events: list[Event] | None = None
+    num_reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ def _to_delta(
         output.num_cached_tokens,
         output.prompt_logprobs,
         step.events if isinstance(step, ParsedStep) else None,
+        step.num_reasoning_tokens if isinstance(step, ParsedStep) else 0,
     )
 
 

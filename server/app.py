@@ -8,13 +8,23 @@ from starlette.middleware.cors import CORSMiddleware
 
 from server.errors import HANDLERS, CatchUnexpected
 from server.middleware import ApiKey, RequestId, RootPath
-from server.routes import chat, completions, control, health, metrics, models, tokenize
+from server.routes import (
+    chat,
+    completions,
+    control,
+    health,
+    metrics,
+    models,
+    responses,
+    tokenize,
+)
 from server.settings import ApiSettings
 from server.state import ServerState
 
 ROUTES = [
     *completions.routes,
     *chat.routes,
+    *responses.routes,
     *models.routes,
     *health.routes,
     *tokenize.routes,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +20,16 @@ T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How values become events, and what ends a stream."""
+
+    event: Callable[[msgspec.Struct], bytes]
+    end: bytes
+
+
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -31,26 +42,44 @@ def event(data: msgspec.Struct) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
+def named_event(data: msgspec.Struct) -> bytes:
+    """One with the ``type`` of the value as its name."""
+    name = getattr(data, "type", "error")
+    return b"event: " + name.encode() + b"\ndata: " + _encode(data) + b"\n\n"
+
+
+PLAIN = Framing(event, DONE)
+NAMED = Framing(named_event, b"")
+
+
 async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct]) -> Response:
     """Waits for a body and sends it. Raises ClientDisconnect if the client does not wait."""
     whole = await unless_gone(request.receive, body)
     return Response(_encode(whole), media_type="application/json")
 
 
-async def reply_stream(request: Request, chunks: AsyncGenerator[msgspec.Struct, None]) -> Response:
+async def reply_stream(
+    request: Request, chunks: AsyncGenerator[msgspec.Struct, None], *, framing: Framing = PLAIN
+) -> Response:
     """Waits for the first chunk, so that an error before it is an error of the whole request."""
     first = await unless_gone(request.receive, anext(chunks))
-    return EventStream(first, chunks)
+    return EventStream(first, chunks, framing)
 
 
 class EventStream(Response):
-    """Sends chunks as they come, then ``[DONE]``. An error on the way becomes an event.
+    """Sends chunks as they come, then the end. An error on the way becomes an event.
 
     When the client goes away the generator is closed at once.
     """
 
-    def __init__(self, first: msgspec.Struct, chunks: AsyncGenerator[msgspec.Struct, None]) -> None:
+    def __init__(
+        self,
+        first: msgspec.Struct,
+        chunks: AsyncGenerator[msgspec.Struct, None],
+        framing: Framing = PLAIN,
+    ) -> None:
         super().__init__()
+        self._framing = framing
         self._first = first
         self._chunks = chunks
         self.raw_headers = HEADERS.copy()
@@ -65,6 +94,7 @@ class EventStream(Response):
             return
 
     async def _send_all(self, send: Send) -> None:
+        event = self._framing.event
         async with aclosing(self._chunks) as chunks:
             try:
                 await send(_body(event(self._first)))
@@ -75,7 +105,7 @@ class EventStream(Response):
                 if reply.status == 500:
                     logger.exception("a stream was broken off")
                 await send(_body(event(reply.body)))
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
 
 
 def _body(data: bytes) -> dict[str, Any]:

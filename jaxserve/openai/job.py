@@ -7,10 +7,17 @@ import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from jaxserve.frontend import Frontend
 from jaxserve.openai.logprobs import TokenName, token_names
 from jaxserve.openai.messages import PLAIN, MessageForm
-from jaxserve.openai.protocol import GenerationRequest, PromptTokensDetails, Usage
+from jaxserve.openai.protocol import (
+    CompletionTokensDetails,
+    GenerationRequest,
+    PromptTokensDetails,
+    Usage,
+)
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.streams import Delta
 from jaxserve.tokenizer import Tokenizer
@@ -23,11 +30,15 @@ class UsageCount:
     num_prompt_tokens: int
     n: int
     num_completion_tokens: int = 0
+    num_reasoning_tokens: int | None = None
     cached_by_prompt: dict[int, int] = field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
         """Counts the tokens of a delta. Of the answers to one prompt the first tells the hits."""
         self.num_completion_tokens += len(delta.token_ids)
+        if delta.events is not None:
+            known = self.num_reasoning_tokens or 0
+            self.num_reasoning_tokens = known + delta.num_reasoning_tokens
         if delta.index % self.n == 0:
             self.cached_by_prompt[delta.index] = delta.num_cached_tokens
 
@@ -43,6 +54,9 @@ class UsageCount:
             self.num_completion_tokens,
             self.num_prompt_tokens + self.num_completion_tokens,
             PromptTokensDetails(self.num_cached_tokens),
+            UNSET
+            if self.num_reasoning_tokens is None
+            else CompletionTokensDetails(self.num_reasoning_tokens),
         )
 
 

@@ -137,13 +137,23 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True, gc=False):
+    """How much of the answers was thinking."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
-    """Each prompt is counted once, every answer in full."""
+    """Each prompt is counted once, every answer in full.
+
+    Details of the answers are there if they are parsed.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -21,6 +21,11 @@ class MessageParser:
         """How many calls have whole arguments."""
         return 0 if self._calls is None else self._calls.num_complete_calls
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning, or ends it."""
+        return self._reasoning is not None and self._reasoning.is_reasoning
+
     def push(self, text: str) -> list[Event]:
         """The events that the next piece of text makes certain. Not to be called after `finish`."""
         if self._reasoning is not None:

@@ -39,6 +39,11 @@ class Parser:
         """How many calls have whole arguments."""
         return self._out.num_complete_calls
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning, or ends it."""
+        return self._scan.is_reasoning
+
     def push(self, text: str) -> list[Event]:
         """The events that the next piece of text makes certain. Not to be called after `finish`."""
         self._scan.feed(text)

@@ -54,6 +54,24 @@ async def test_streams_are_framed_as_events(call, path, body) -> None:
     assert len({json.loads(event[6:])["id"] for event in events}) == 1
 
 
+async def test_responses_are_answered_and_framed_as_named_events(call, frontend) -> None:
+    async with call() as client:
+        reply = (await client.post("/v1/responses", json={"input": "hello"})).json()
+        assert reply["output"][0]["content"][0]["text"] == "hello world"
+        response = await client.post("/v1/responses", json={"input": "hello", "stream": True})
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *events, rest = response.text.split("\n\n")
+        assert rest == ""
+        for event in events:
+            name, data = event.split("\n")
+            assert name == f"event: {json.loads(data[6:])['type']}"
+            assert data.startswith("data: {")
+        assert events[-1].startswith("event: response.completed")
+        frontend.engine.fail_after = 0
+        failed = await client.post("/v1/responses", json={"input": "hello", "stream": True})
+        check_error(failed, 503)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "code"),
     [
@@ -66,6 +84,15 @@ async def test_streams_are_framed_as_events(call, path, body) -> None:
         ("/v1/chat/completions", {}, 400, "messages", None),
         ("/v1/chat/completions", CHAT | {"n": 0}, 400, "n", None),
         ("/v1/chat/completions", CHAT | {"model": "no"}, 404, "model", "model_not_found"),
+        ("/v1/responses", {}, 400, "input", None),
+        ("/v1/responses", {"input": "a", "model": "no"}, 404, "model", "model_not_found"),
+        (
+            "/v1/responses",
+            {"input": "a", "previous_response_id": "r"},
+            400,
+            "previous_response_id",
+            None,
+        ),
         ("/tokenize", {}, 400, "prompt", None),
         ("/tokenize", {"prompt": 5}, 400, "prompt", None),
         ("/detokenize", {}, 400, None, None),

@@ -1,0 +1,182 @@
+"""The pieces of a message as the items and events of /v1/responses."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+
+from jaxserve.openai.protocol import ChatDelta, ChatLogprobs
+from jaxserve.openai.responses_protocol import (
+    ArgumentsEvent,
+    CallItem,
+    Event,
+    Item,
+    ItemEvent,
+    MessageItem,
+    OutputText,
+    PartEvent,
+    ReasoningItem,
+    ReasoningText,
+    Response,
+    ResponseEvent,
+    TextEvent,
+    TextLogprob,
+)
+
+
+class ItemWriter:
+    """Writes the items of one response, and the events that tell of them.
+
+    One item is open at a time, the last one. Events are numbered from 0.
+
+    Attributes:
+      items: what has been written so far.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._number = -1
+        self._is_open = False
+        self._texts: list[str] = []
+        self._logprobs: list[TextLogprob] = []
+
+    def about(self, kind: str, response: Response) -> ResponseEvent:
+        """An event that shows the response as it is."""
+        return ResponseEvent(
+            type=f"response.{kind}", sequence_number=self._next(), response=response
+        )
+
+    def add(self, piece: ChatDelta, logprobs: ChatLogprobs | None) -> list[Event]:
+        """The events of a piece. ``logprobs`` are of its content."""
+        if piece.content is not None:
+            events = self._open(MessageItem)
+            return [*events, self._more_text(piece.content, logprobs)]
+        if piece.reasoning is not None:
+            events = self._open(ReasoningItem)
+            return [*events, self._more_text(piece.reasoning, None)]
+        events: list[Event] = []
+        for call in piece.tool_calls or ():
+            if call.id is not None:
+                assert call.function.name is not None
+                item = CallItem(_new_id("fc"), call.id, call.function.name)
+                events += [*self.close(), self._begin(item)]
+            if call.function.arguments:
+                self._texts.append(call.function.arguments)
+                events.append(self._arguments("delta", delta=call.function.arguments))
+        return events
+
+    def end(self, status: str) -> list[Event]:
+        """Ends the last item, of which there is one in any case."""
+        events = [] if self.items else self._open(MessageItem)
+        return [*events, *self.close(status)]
+
+    def close(self, status: str = "completed") -> list[Event]:
+        """Ends the open item, if there is one."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item, text = self.items[-1], "".join(self._texts)
+        item.status = status
+        self._texts = []
+        events: list[Event]
+        if isinstance(item, CallItem):
+            item.arguments = text
+            events = [self._arguments("done", name=item.name, arguments=text)]
+        else:
+            item.content[0].text = text
+            done = self._text("done", text=text)
+            if isinstance(item, MessageItem):
+                done.logprobs = item.content[0].logprobs = self._logprobs
+                self._logprobs = []
+            events = [done, self._part("done")]
+        return [*events, self._item("done")]
+
+    def _open(self, kind: type[MessageItem] | type[ReasoningItem]) -> list[Event]:
+        """Makes an item of this kind the open one."""
+        if self._is_open and isinstance(self.items[-1], kind):
+            return []
+        events = self.close()
+        if kind is MessageItem:
+            events.append(self._begin(MessageItem(_new_id("msg"))))
+            part: OutputText | ReasoningText = OutputText()
+        else:
+            events.append(self._begin(ReasoningItem(_new_id("rs"))))
+            part = ReasoningText()
+        events.append(self._part("added", part))
+        item = self.items[-1]
+        assert not isinstance(item, CallItem)
+        item.content = [part]  # type: ignore[assignment]
+        return events
+
+    def _begin(self, item: Item) -> Event:
+        self.items.append(item)
+        self._is_open = True
+        return self._item("added")
+
+    def _more_text(self, text: str, logprobs: ChatLogprobs | None) -> Event:
+        self._texts.append(text)
+        event = self._text("delta", delta=text)
+        if isinstance(self.items[-1], MessageItem):
+            more = [] if logprobs is None else logprobs.content
+            event.logprobs = [
+                TextLogprob(e.token, e.logprob, e.bytes, e.top_logprobs) for e in more
+            ]
+            self._logprobs += event.logprobs
+        return event
+
+    def _item(self, what: str) -> ItemEvent:
+        return ItemEvent(
+            type=f"response.output_item.{what}",
+            sequence_number=self._next(),
+            output_index=len(self.items) - 1,
+            item=copy.copy(self.items[-1]),
+        )
+
+    def _part(self, what: str, part: OutputText | ReasoningText | None = None) -> PartEvent:
+        item = self.items[-1]
+        assert not isinstance(item, CallItem)
+        return PartEvent(
+            type=f"response.content_part.{what}",
+            sequence_number=self._next(),
+            item_id=item.id,
+            output_index=len(self.items) - 1,
+            part=copy.copy(part or item.content[0]),
+        )
+
+    def _text(self, what: str, *, delta: str | None = None, text: str | None = None) -> TextEvent:
+        item = self.items[-1]
+        kind = "output_text" if isinstance(item, MessageItem) else "reasoning_text"
+        return TextEvent(
+            type=f"response.{kind}.{what}",
+            sequence_number=self._next(),
+            item_id=item.id,
+            output_index=len(self.items) - 1,
+            delta=delta,
+            text=text,
+        )
+
+    def _arguments(
+        self,
+        what: str,
+        *,
+        delta: str | None = None,
+        name: str | None = None,
+        arguments: str | None = None,
+    ) -> ArgumentsEvent:
+        return ArgumentsEvent(
+            type=f"response.function_call_arguments.{what}",
+            sequence_number=self._next(),
+            item_id=self.items[-1].id,
+            output_index=len(self.items) - 1,
+            delta=delta,
+            name=name,
+            arguments=arguments,
+        )
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"

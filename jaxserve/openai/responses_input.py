@@ -1,0 +1,212 @@
+"""A request to /v1/responses as the chat that it asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.openai.prompts import MAX_MESSAGES
+from jaxserve.openai.protocol import ChatRequest, GenerationRequest
+from jaxserve.openai.responses_protocol import ResponsesRequest
+
+WITH_LOGPROBS = "message.output_text.logprobs"
+"""In ``include``: put log probabilities in the answer."""
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+_STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
+
+
+def to_chat(request: ResponsesRequest) -> ChatRequest:
+    """The chat that a request asks for.
+
+    Raises:
+      InvalidRequestError: it is not one, or it needs what an earlier request left behind.
+    """
+    for field in _STATEFUL:
+        if getattr(request, field):
+            raise InvalidRequestError(
+                f"{field} is not supported: this server stores no responses; send the whole "
+                "conversation in input",
+                param=field,
+            )
+    if (request.n or 1) > 1:
+        raise InvalidRequestError("n must be 1 for a response", param="n")
+    with_logprobs = bool(request.top_logprobs) or WITH_LOGPROBS in (request.include or ())
+    shared = {name: getattr(request, name) for name in GenerationRequest.__struct_fields__}
+    shared["response_format"] = _response_format(request)
+    if request.max_output_tokens is not None:
+        shared["max_completion_tokens"] = request.max_output_tokens
+    return ChatRequest(
+        **shared,
+        messages=_messages(request),
+        logprobs=with_logprobs or None,
+        top_logprobs=request.top_logprobs if with_logprobs else None,
+        chat_template_kwargs=request.chat_template_kwargs,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        tools=[_chat_tool(tool) for tool in function_tools(request)] or None,
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+    )
+
+
+def function_tools(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """The tools that can be called here. Others are for the service that has them."""
+    return [tool for tool in request.tools or () if tool.get("type", "function") == "function"]
+
+
+def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {k: v for k, v in tool.items() if k not in ("type", "strict") and v is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
+        return {"type": "function", "function": {"name": value["name"]}}
+    return value
+
+
+def _response_format(request: ResponsesRequest) -> Any:
+    form = None if request.text is None else request.text.format
+    if form is None:
+        return request.response_format
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": form}
+
+
+def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+    given = request.input
+    if not given:
+        raise InvalidRequestError("input must be a text or a list of items", param="input")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if len(given) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"input: at most {MAX_MESSAGES} items, got {len(given)}", param="input"
+        )
+    chat = _Chat()
+    for i, item in enumerate(given):
+        chat.add(item, f"input[{i}]")
+    return _with_instructions(chat.messages, request.instructions)
+
+
+def _with_instructions(
+    messages: list[dict[str, Any]], instructions: str | None
+) -> list[dict[str, Any]]:
+    """One system message with all that comes before the talk: templates want one."""
+    texts = [instructions] if instructions else []
+    num_system = 0
+    for message in messages:
+        if message["role"] not in ("system", "developer"):
+            break
+        texts.append(message["content"])
+        num_system += 1
+    if num_system + bool(instructions) < 2:
+        first = [{"role": "system", "content": instructions}] if instructions else []
+        return [*first, *messages]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[num_system:]]
+
+
+class _Chat:
+    """Gathers items into messages: a turn of the assistant is several items, but one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._reasoning = ""
+
+    def add(self, item: Any, path: str) -> None:
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        match kind:
+            case "message":
+                self._add_message(item, path)
+            case "function_call":
+                self._add_call(item, path)
+            case "function_call_output":
+                call_id = _text_field(item, "call_id", path)
+                output = _text(item.get("output"), f"{path}.output")
+                self.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+            case "reasoning":
+                content = item.get("content") or item.get("summary") or []
+                self._reasoning = _text(content, f"{path}.content")
+            case "item_reference":
+                raise InvalidRequestError(
+                    f"{path}: this server stores no items to refer to; send the item", param=path
+                )
+            case _:
+                raise InvalidRequestError(
+                    f"{path}: items must have type 'message', 'reasoning', 'function_call' or "
+                    f"'function_call_output', got {repr(kind)[:50]}",
+                    param=path,
+                )
+
+    def _add_message(self, item: dict[str, Any], path: str) -> None:
+        role = _text_field(item, "role", path)
+        message = {"role": role, "content": _text(item.get("content"), f"{path}.content")}
+        if role == "assistant" and self._reasoning:
+            message["reasoning_content"], self._reasoning = self._reasoning, ""
+        self.messages.append(message)
+
+    def _add_call(self, item: dict[str, Any], path: str) -> None:
+        call = {
+            "id": _text_field(item, "call_id", path),
+            "type": "function",
+            "function": {
+                "name": _text_field(item, "name", path),
+                "arguments": _text_field(item, "arguments", path),
+            },
+        }
+        last: dict[str, Any] = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or self._reasoning:
+            last = {"role": "assistant", "content": ""}
+            if self._reasoning:
+                last["reasoning_content"], self._reasoning = self._reasoning, ""
+            self.messages.append(last)
+        last.setdefault("tool_calls", []).append(call)
+
+
+def _text_field(item: dict[str, Any], name: str, path: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{path}.{name} must be a text", param=f"{path}.{name}")
+    return value
+
+
+def _text(content: Any, path: str) -> str:
+    """The text of an item; parts are joined with line breaks."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{path} must be a text or a list of parts", param=path)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal":
+            texts.append(_text_field(part, "refusal", f"{path}[{i}]"))
+        elif kind in _TEXT_PARTS:
+            texts.append(_text_field(part, "text", f"{path}[{i}]"))
+        else:
+            raise InvalidRequestError(
+                f"{path}[{i}]: parts must be text, as in type 'input_text', got {repr(kind)[:50]}",
+                param=f"{path}[{i}]",
+            )
+    return "\n".join(texts)
+
+
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+def in_own_words(error: InvalidRequestError) -> InvalidRequestError:
+    """The error of a chat, with the names that this endpoint has for its fields."""
+    for name, own in _NAMES.items():
+        if error.param is not None and error.param.split("[")[0] == name:
+            message = error.message.replace(name, own, 1)
+            return type(error)(message, param=own)
+    return error

@@ -1,0 +1,23 @@
+"""POST /v1/responses."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxserve.openai import responses
+from jaxserve.openai.responses_protocol import ResponsesRequest
+from server.body import read_json, request_id
+from server.sse import NAMED, reply_stream, reply_whole
+
+
+async def create(request: Request) -> Response:
+    """Answers an input."""
+    frontend = request.app.state.server.serving()
+    body = await read_json(request, ResponsesRequest)
+    job = await responses.prepare(frontend, body, request_id=request_id(request, body.request_id))
+    if body.stream:
+        return await reply_stream(request, responses.stream(job), framing=NAMED)
+    return await reply_whole(request, responses.complete(job))
+
+
+routes = [Route("/v1/responses", create, methods=["POST"])]

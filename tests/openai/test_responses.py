@@ -1,0 +1,280 @@
+"""/v1/responses: the events of a stream build the whole reply, as the openai client reads both."""
+
+import json
+from typing import Any
+
+import msgspec
+import pydantic
+import pytest
+from openai.types.responses import Response as OpenAIResponse
+from openai.types.responses import ResponseStreamEvent
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.frontend import Frontend
+from jaxserve.openai import responses
+from jaxserve.openai.protocol import decode
+from jaxserve.openai.responses_protocol import ResponsesRequest
+from jaxserve.testing.scripted_frontend import scripted_frontend
+
+TEMPLATE = (
+    "{% for t in tools or [] %}tool {{ t.function.name }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.reasoning_content %} ({{ m.reasoning_content }}){% endif %}"
+    "{% for c in m.tool_calls or [] %} {{ c.id }} {{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.tool_call_id %} <- {{ m.tool_call_id }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{# <tool_call> <think> #}"
+)
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
+
+
+def make(answer: str, **options: Any) -> Frontend:
+    return scripted_frontend(answer, **({"chat_template": TEMPLATE} | options))
+
+
+def request_of(body: dict[str, Any]) -> ResponsesRequest:
+    return decode(json.dumps({"input": "hello"} | body).encode(), ResponsesRequest)
+
+
+def plain(value: msgspec.Struct) -> dict[str, Any]:
+    return json.loads(msgspec.json.encode(value))
+
+
+def without_ids(value: Any) -> Any:
+    """A value without what is new each time."""
+    if isinstance(value, list):
+        return [without_ids(v) for v in value]
+    if isinstance(value, dict):
+        changing = {"id", "call_id", "item_id", "created_at"}
+        return {k: without_ids(v) for k, v in value.items() if k not in changing}
+    return value
+
+
+async def ask(frontend: Frontend, body: dict[str, Any]) -> dict[str, Any]:
+    """The whole reply, which must be what the stream comes to."""
+    request = request_of(body)
+    reply = plain(await responses.complete(await responses.prepare(frontend, request)))
+    OpenAIResponse.model_validate(reply, strict=True)
+    events = await stream(frontend, body)
+    assert without_ids(events[-1]["response"]) == without_ids(reply)
+    return reply
+
+
+async def stream(frontend: Frontend, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events, checked for order and for what they build."""
+    prepared = await responses.prepare(frontend, request_of(body | {"stream": True}))
+    events = [plain(event) async for event in responses.stream(prepared)]
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+    check_order(events)
+    return events
+
+
+def check_order(events: list[dict[str, Any]]) -> None:
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:2] == ["created", "in_progress"]
+    built: list[dict[str, Any]] = []
+    for kind, event in zip(kinds[2:-1], events[2:-1], strict=True):
+        if kind == "output_item.added":
+            built.append({"item": event["item"], "text": "", "parts": 0, "done": False})
+            assert event["item"]["status"] == "in_progress"
+        now = built[-1]
+        assert event["output_index"] == len(built) - 1
+        assert event.get("item_id", now["item"]["id"]) == now["item"]["id"]
+        assert not now["done"]
+        if kind == "content_part.added":
+            now["parts"] += 1
+        elif kind.endswith(".delta"):
+            assert now["parts"] == (0 if "arguments" in kind else 1)
+            now["text"] += event["delta"]
+        elif kind.endswith(("text.done", "arguments.done")):
+            assert event.get("text", event.get("arguments")) == now["text"]
+        elif kind == "content_part.done":
+            assert event["part"]["text"] == now["text"]
+        elif kind == "output_item.done":
+            now["done"] = True
+            assert event["item"] == events[-1]["response"]["output"][len(built) - 1]
+            assert event["item"]["id"] == now["item"]["id"]
+    assert all(item["done"] for item in built)
+
+
+async def test_a_text_has_these_events() -> None:
+    events = await stream(make("hello world"), {})
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert events[0]["response"]["output"] == []
+
+
+async def test_a_reply_has_this_form() -> None:
+    body = {"instructions": "be", "metadata": {"a": "b"}, "temperature": 0.5, "store": True}
+    reply = await ask(make("hello"), body)
+    assert reply["id"].startswith("resp_")
+    assert reply["object"] == "response"
+    assert reply["status"] == "completed"
+    assert reply["store"] is False
+    assert reply["instructions"] == "be"
+    assert reply["metadata"] == {"a": "b"}
+    assert reply["temperature"] == 0.5
+    assert reply["text"]["format"] == {"type": "text"}
+    assert OpenAIResponse.model_validate(reply).output_text == "hello"
+    (item,) = reply["output"]
+    assert without_ids(item) == {
+        "type": "message",
+        "status": "completed",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}],
+    }
+    usage = reply["usage"]
+    assert usage["output_tokens"] == 2
+    assert usage["total_tokens"] == usage["input_tokens"] + 2
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+async def test_reasoning_text_and_calls_are_items(size) -> None:
+    frontend = make(f"<think>hmm</think>hello {CALL}{CALL}", tokens_per_output=size)
+    reply = await ask(frontend, {"tools": [TOOL, {"type": "web_search"}]})
+    thought, message, first, second = reply["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "hmm"}]
+    assert message["content"][0]["text"] == "hello"
+    for call in (first, second):
+        assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", '{"a": 1}')
+        assert call["call_id"].startswith("call_")
+    assert first["call_id"] != second["call_id"]
+    assert reply["status"] == "completed"
+    assert [tool["name"] for tool in reply["tools"]] == ["f"]
+    assert 0 < reply["usage"]["output_tokens_details"]["reasoning_tokens"] < 8
+
+
+async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
+    reply = await ask(make("hello world"), {"max_output_tokens": 1})
+    assert reply["status"] == "incomplete"
+    assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert reply["output"][0]["status"] == "incomplete"
+    assert reply["max_output_tokens"] == 1
+    events = await stream(make("hello world"), {"max_output_tokens": 1})
+    assert events[-1]["type"] == "response.incomplete"
+
+
+async def test_an_empty_answer_has_an_item() -> None:
+    reply = await ask(make(""), {})
+    assert reply["output"][0]["content"][0]["text"] == ""
+
+
+async def test_logprobs_come_with_their_text() -> None:
+    for body in ({"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}):
+        reply = await ask(make("hello é"), body)
+        entries = reply["output"][0]["content"][0]["logprobs"]
+        assert (
+            "".join(bytes(e["bytes"]).decode("latin-1") for e in entries[:4])
+            .encode("latin-1")
+            .decode()
+            == "hello é"
+        )
+        assert {len(e["top_logprobs"]) for e in entries} == {body.get("top_logprobs", 0)}
+
+
+async def rendered(frontend: Frontend, body: dict[str, Any]) -> list[str]:
+    await responses.complete(await responses.prepare(frontend, request_of(body)))
+    ids = frontend.engine.submitted[-1].prompt_token_ids
+    return frontend.tokenizer.decode(ids).splitlines()
+
+
+async def test_items_become_messages() -> None:
+    items = [
+        {"role": "developer", "content": "d"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "u"}]},
+        {
+            "type": "reasoning",
+            "id": "rs",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "one"},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "two"}],
+        },
+    ]
+    frontend = make("hello")
+    assert await rendered(frontend, {"input": items, "instructions": "i", "tools": [TOOL]}) == [
+        "tool f",
+        "system: i",
+        "",
+        "d",
+        "user: u",
+        'assistant: a (hm) c1 f {"x": 1} c2 f {}',
+        "tool: one <- c1",
+        "tool: two <- c2",
+    ]
+    assert await rendered(frontend, {"instructions": "i"}) == ["system: i", "user: hello"]
+    assert await rendered(frontend, {"tools": [TOOL], "tool_choice": "none"}) == ["user: hello"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "foo"}]}, "input[0]"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"input": "hello " * 300}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": "5"}, "max_output_tokens"),
+        ({"n": 2}, "n"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"temperature": -1}, "temperature"),
+        ({"reasoning": {"effort": "lots"}}, "reasoning.effort"),
+        ({"text": {"format": {"type": "foo"}}}, "text.format"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+    ],
+)
+async def test_what_is_refused(body, param) -> None:
+    frontend = make("hello")
+    with pytest.raises(InvalidRequestError) as caught:
+        await responses.prepare(frontend, request_of(body))
+    assert caught.value.param == param
+    assert frontend.engine.submitted == []
+
+
+async def test_an_error_on_the_way_is_the_last_event() -> None:
+    frontend = make("hello world")
+    frontend.engine.fail_after = 1
+    prepared = await responses.prepare(frontend, request_of({}))
+    events = [plain(event) async for event in responses.stream(prepared)]
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["status"] == "failed"
+    assert "told to fail" in events[-1]["response"]["error"]["message"]
+    EVENT.validate_python(events[-1], strict=True)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))

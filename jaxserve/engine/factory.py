@@ -10,7 +10,7 @@ from typing import Any, Literal
 from flax import nnx
 
 from jaxserve.checkpoint.checkpoint import Checkpoint
-from jaxserve.checkpoint.locate import open_checkpoint
+from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
 from jaxserve.config import (
     GIB,
     Decision,
@@ -23,6 +23,7 @@ from jaxserve.config import (
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.grammars import GrammarCompiler
 from jaxserve.engine.phase import Phase
 from jaxserve.messages import Progress, Ready
 from jaxserve.models.loading import load_params
@@ -33,6 +34,7 @@ from jaxserve.runner.buckets import table_widths
 from jaxserve.runner.compilation_cache import keep_compiled_programs
 from jaxserve.runner.device import current_device
 from jaxserve.runner.runner import ModelRunner
+from jaxserve.tokenizer import Tokenizer
 
 
 def build(
@@ -106,7 +108,15 @@ def build(
         policy=config.scheduler.policy,
     )
     depth = 2 if config.scheduler.async_scheduling else 1
-    return BuiltEngine(EngineCore(scheduler, runner, depth=depth), ready)
+    grammars = GrammarCompiler(functools.partial(_tokenizer, config, checkpoint), spec.vocab_size)
+    core = EngineCore(scheduler, runner, depth=depth, compile_grammar=grammars.start)
+    return BuiltEngine(core, ready)
+
+
+def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
+    if config.model.tokenizer is not None:
+        return open_tokenizer(config.model.tokenizer)
+    return checkpoint.tokenizer()
 
 
 def _layer_loop(

@@ -1,0 +1,200 @@
+"""Grammars for the text of an answer: checked at the door, followed token by token in the engine.
+
+The work is llguidance's. What it builds is bounded by its own limits on the size of grammars and of
+lexers, besides `MAX_GRAMMAR_CHARS` on their texts; it fetches nothing that a schema refers to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.sampling_params import Grammar
+from jaxserve.tokenizer import Tokenizer
+
+MAX_CHOICES = 4096
+MAX_MESSAGE_CHARS = 500
+
+WHITESPACE = r" ?|\n( {0,12}|\t{0,6})"
+"""Between the parts of JSON: little, or a model that likes it would spend its tokens on it."""
+
+MAX_SPACES = 32
+"""Bytes of whitespace in a row that JSON may have in its strings."""
+
+_JSON_KINDS = ("json_object", "json_schema")
+
+
+def check_grammar(grammar: Grammar, tokenizer: Tokenizer) -> None:
+    """Refuses a grammar that cannot be followed. Takes up to seconds: call it in a thread.
+
+    Args:
+      grammar: what a request asks for.
+      tokenizer: of the model that is to follow it.
+
+    Raises:
+      InvalidRequestError: it is malformed, uses something that is not supported, or matches no
+        text; the message names the keyword or the trouble. ``param`` is None.
+    """
+    text = to_llguidance(grammar)
+    if grammar.kind == "grammar":
+        # May name tokens, which only the model's own vocabulary has.
+        vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size)
+    else:
+        vocabulary = Vocabulary.of_bytes()
+    matcher = vocabulary.matcher(text)
+    if not matcher.is_error():
+        # Some troubles show when the first token is looked for.
+        vocabulary.fill(matcher, np.zeros(vocabulary.num_words, np.uint32))
+    if matcher.is_error():
+        raise InvalidRequestError(f"{_name(grammar)}: {first_error(matcher)}")
+
+
+def to_llguidance(grammar: Grammar) -> str:
+    """The form that llguidance takes.
+
+    Raises:
+      InvalidRequestError: the text of the grammar is not of its kind.
+    """
+    try:
+        match grammar.kind:
+            case "json_object":
+                return _json_schema('{"type": "object"}')
+            case "json_schema":
+                return _json_schema(grammar.spec)
+            case "regex":
+                return LLMatcher.grammar_from_regex(grammar.spec)
+            case "choice":
+                return LLMatcher.grammar_from_lark(_choice(grammar.spec))
+            case "grammar":
+                return llguidance.grammar_from("grammar", grammar.spec)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{_name(grammar)}: {_shorten(str(error))}") from error
+
+
+def first_error(matcher: LLMatcher) -> str:
+    """What is wrong with a matcher, in few words."""
+    # What follows is the state of the library, for its authors.
+    message = matcher.get_error().partition("<state>")[0]
+    return "no text matches it" if message.strip() == "NoExtensionBias" else _shorten(message)
+
+
+def is_json(grammar: Grammar) -> bool:
+    """Whether every text that matches is JSON."""
+    return grammar.kind in _JSON_KINDS
+
+
+class Vocabulary:
+    """The tokens of a model as grammars see them.
+
+    Args:
+      tokenizer: of the model.
+      vocab_size: width of the logits. Further tokens do not exist; further logits are never
+        allowed.
+
+    Attributes:
+      num_words: of 32 tokens each, in a mask over the tokens.
+      eos_token_id: the token that stands for the end of the text.
+      space_mask: u32[num_words], the tokens that begin with whitespace.
+      space_lengths: for the tokens of nothing but whitespace, their length in bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | _Bytes, vocab_size: int) -> None:
+        size = min(tokenizer.vocab_size, vocab_size)
+        self.special_ids = frozenset(i for i in tokenizer.special_ids if i < size)
+        eos = tokenizer.eos_token_id
+        # Something has to stand for the end, even if a request never samples it.
+        other = max(self.special_ids, default=size - 1)
+        self.eos_token_id = other if eos is None or eos >= size else eos
+        self.tokens = [tokenizer.token_bytes(i) for i in range(size)]
+        self.num_words = -(-size // 32)
+        wrapper: Any = _Wrapper(tokenizer, self.tokens, self.eos_token_id, self.special_ids)
+        self._backend = LLTokenizer(wrapper)
+        starts = np.zeros(self.num_words * 32, np.uint8)
+        self.space_lengths: dict[int, int] = {}
+        for i, token in enumerate(self.tokens):
+            starts[i] = token[:1].isspace()
+            if starts[i] and token.isspace():
+                self.space_lengths[i] = len(token)
+        self.space_mask = np.packbits(starts, bitorder="little").view("<u4")
+
+    @classmethod
+    def of_bytes(cls) -> Vocabulary:
+        """A vocabulary of single bytes, which is enough to see whether a grammar is sound."""
+        return cls(_Bytes(), _Bytes.vocab_size)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Compiles a grammar in llguidance's form, without the GIL. Trouble is in its state."""
+        return LLMatcher(self._backend, grammar, log_level=0)
+
+    def fill(self, matcher: LLMatcher, mask: np.ndarray) -> None:
+        """Sets what a matcher allows next in mask u32[num_words]."""
+        fill_next_token_bitmask(matcher, mask.view(np.int32)[None])
+
+
+class _Bytes:
+    """A tokenizer of 256 bytes and an end token, as far as `Vocabulary` needs one."""
+
+    vocab_size = 257
+    eos_token_id = 256
+    special_ids = frozenset([256])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"<|end|>" if token_id == 256 else bytes([token_id])
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+
+class _Wrapper:
+    """What `LLTokenizer` asks of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | _Bytes,
+        tokens: Sequence[bytes],
+        eos_token_id: int,
+        special_ids: frozenset[int],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = tokens
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = sorted(special_ids | {eos_token_id})
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _json_schema(schema: str) -> str:
+    if not isinstance(json.loads(schema), dict):
+        raise ValueError("expected a JSON object")
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def _choice(spec: str) -> str:
+    choices = json.loads(spec)
+    if not isinstance(choices, list) or not all(isinstance(c, str) for c in choices):
+        raise ValueError("expected a list of texts")
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise ValueError(f"expected 1 to {MAX_CHOICES} texts, got {len(choices)}")
+    return "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)
+
+
+def _name(grammar: Grammar) -> str:
+    """How a message names the kind of a grammar to the one who sent it."""
+    kinds = {"json_schema": "JSON schema", "json_object": "JSON object"}
+    return f"the {kinds.get(grammar.kind, grammar.kind)} cannot be used"
+
+
+def _shorten(message: str) -> str:
+    message = " ".join(message.split())
+    return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."

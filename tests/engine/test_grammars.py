@@ -1,0 +1,228 @@
+"""Following grammars with the real library: what comes out, whatever the model would like."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxserve.core.constraint import Constraint
+from jaxserve.engine.grammars import GrammarCompiler
+from jaxserve.errors import InvalidRequestError
+from jaxserve.messages import FinishReason, Submit
+from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+EOS = TOKENIZER.eos_token_id
+VOCAB = 330
+"""More logits than tokens."""
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler(lambda: TOKENIZER, VOCAB)
+
+
+@pytest.fixture
+def make(compiler):
+    """``make(grammar)``: a constraint at its beginning."""
+
+    def start(grammar, *, eos=EOS, prior=(), **params) -> Constraint:
+        params = SamplingParams(seed=0, grammar=grammar, **params)
+        submit = Submit("a", [1, *prior], params, eos_token_id=eos, num_prior_tokens=len(prior))
+        return compiler.start(submit).result()
+
+    return start
+
+
+def allowed(constraint: Constraint) -> list[int]:
+    mask = np.full(-(-VOCAB // 32), 0xABCDEF01, np.uint32)
+    constraint.fill_mask(mask)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def follow(constraint: Constraint, choose, limit: int = 400):
+    """Takes the tokens that ``choose`` picks; returns the text and why it ended, if it did."""
+    tokens: list[int] = []
+    for _ in range(limit):
+        ids = allowed(constraint)
+        assert ids
+        assert max(ids) < TOKENIZER.vocab_size, "not a token"
+        tokens.append(choose(ids))
+        reason = constraint.accept(tokens[-1])
+        if reason is not None:
+            return TOKENIZER.decode(tokens), reason
+    return TOKENIZER.decode(tokens), None
+
+
+def at_random(seed: int):
+    rng = np.random.default_rng(seed)
+    return lambda ids: int(rng.choice(ids))
+
+
+def preferring(*texts: bytes, seed: int = 0):
+    """Takes the first of these that is allowed, else any token."""
+    ids_of = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size)}
+    wanted, otherwise = [ids_of[text] for text in texts], at_random(seed)
+    return lambda ids: next((i for i in wanted if i in ids), None) or otherwise(ids)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["é", "\U0001f525", 'a"b', "\u2028"]},
+        "größe": {"type": "integer", "minimum": 0, "maximum": 250},
+        "ok": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"const": "x\\y/z"}, "maxItems": 3},
+    },
+    "required": ["name", "größe", "ok", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_tokens_make_json_of_the_schema(make, seed):
+    text, reason = follow(make(Grammar("json_schema", json.dumps(PERSON))), at_random(seed))
+    assert reason is FinishReason.STOP
+    value = json.loads(text)
+    assert list(value) == list(PERSON["properties"])
+    assert value["name"] in PERSON["properties"]["name"]["enum"]
+    assert 0 <= value["größe"] <= 250
+    assert isinstance(value["ok"], bool)
+    assert set(value["tags"]) <= {"x\\y/z"}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts"),
+    [
+        (
+            Grammar("choice", '["yes", "yellow", "né🔥", "a\\"\\n/"]'),
+            {"yes", "yellow", "né🔥", 'a"\n/'},
+        ),
+        (Grammar("regex", "(a/b|[cd]{2})é?"), None),
+        (Grammar("grammar", 'start: "x" B+\nB: "y" | "z"'), None),
+        (Grammar("json_schema", '{"enum": ["é", "\\ud83d\\udd25", 1]}'), {'"é"', '"🔥"', "1"}),
+    ],
+)
+def test_every_kind_of_grammar(make, grammar, texts):
+    patterns = {"regex": "(a/b|[cd]{2})é?", "grammar": "x[yz]+"}
+    found = {follow(make(grammar), at_random(seed))[0] for seed in range(30)}
+    assert len(found) > 1
+    if texts is not None:
+        assert found <= texts
+    else:
+        assert all(re.fullmatch(patterns[grammar.kind], text) for text in found)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar("json_object"), Grammar("json_schema", json.dumps(PERSON))],
+)
+def test_whitespace_has_an_end(make, grammar):
+    for spaces in ((b" ", b"\n"), (b"\n", b" "), (b"\t", b"\n", b"\t"), (b"\n", b"\t")):
+        choose = preferring(*spaces, b'"', b":", b"0", b"]")
+        text, reason = follow(make(grammar), choose, limit=300)
+        assert reason is FinishReason.STOP
+        json.loads(text)
+
+
+def test_whitespace_in_strings_has_an_end_too(make):
+    constraint = make(Grammar("json_object"))
+    text, _ = follow(constraint, preferring(b"{"), limit=1)
+    assert text == "{"
+    text, _ = follow(constraint, preferring(b'"'), limit=1)
+    spaces, _ = follow(constraint, preferring(b" "), limit=100)
+    assert "  " in spaces
+    assert max(map(len, re.findall(" +", spaces))) <= 33
+
+
+def test_the_end_comes_only_where_the_text_may_end(make):
+    liking_the_end = preferring(TOKENIZER.token_bytes(EOS))
+    text, reason = follow(make(Grammar("json_schema", json.dumps(PERSON))), liking_the_end)
+    assert reason is FinishReason.STOP
+    json.loads(text)
+    assert follow(make(Grammar("regex", "a{3,9}")), liking_the_end) == ("aaa", FinishReason.STOP)
+
+
+def test_a_complete_text_ends_at_once(make):
+    """No end token is needed, so that neither min_tokens nor ignore_eos can hold it up."""
+    hello = TOKENIZER.encode("hello")
+    for options in ({}, {"eos": None}, {"min_tokens": 9}):
+        constraint = make(Grammar("choice", '["hello"]'), **options)
+        reasons = [constraint.accept(token) for token in hello]
+        assert reasons == [*[None] * (len(hello) - 1), FinishReason.STOP]
+
+
+def test_without_an_end_token_a_text_goes_on_as_long_as_it_can(make):
+    text, reason = follow(make(Grammar("regex", "a{3,9}"), eos=None), at_random(0))
+    assert (text, reason) == ("a" * 9, FinishReason.STOP)
+
+
+def test_further_end_tokens_end_where_the_text_may_end(make):
+    other = next(i for i in TOKENIZER.special_ids if i != EOS)
+    constraint = make(Grammar("regex", "a{2,9}"), stop_token_ids=(other, 5))
+    (a,) = TOKENIZER.encode("a")
+    constraint.accept(a)
+    assert other not in allowed(constraint)
+    constraint.accept(a)
+    ids = allowed(constraint)
+    assert {other, EOS, a} <= set(ids)
+    assert 5 not in ids, "a stop id with a text is left to the grammar"
+    assert constraint.accept(other) is FinishReason.STOP
+
+
+def test_an_empty_text_can_only_end(make):
+    assert allowed(make(Grammar("regex", ""))) == [EOS]
+    assert make(Grammar("regex", "")).accept(EOS) is FinishReason.STOP
+
+
+def test_a_token_that_is_not_allowed_ends_this_request_only(make):
+    one, other = make(Grammar("regex", "a+")), make(Grammar("regex", "a+"))
+    (a,) = TOKENIZER.encode("a")
+    (b,) = TOKENIZER.encode("b")
+    assert one.accept(b) is FinishReason.ERROR
+    assert len(allowed(one)) == -(-VOCAB // 32) * 32, "anything: it is dropped"
+    assert one.accept(a) is FinishReason.ERROR
+    assert a in allowed(other)
+    assert other.accept(a) is None
+
+
+def test_a_grammar_without_any_text_ends_with_an_error(make):
+    constraint = make(Grammar("regex", r"[^\s\S]"))
+    assert len(allowed(constraint)) == -(-VOCAB // 32) * 32
+    assert constraint.accept(0) is FinishReason.ERROR
+
+
+def test_it_goes_on_after_the_tokens_of_an_engine_that_died(make):
+    prior = TOKENIZER.encode('{"hello')
+    constraint = make(Grammar("json_object"), prior=prior)
+    assert TOKENIZER.encode("{")[0] in allowed(constraint), "within the string"
+    for text in ('"', ":", "1"):
+        assert constraint.accept(TOKENIZER.encode(text)[0]) is None
+    assert constraint.accept(TOKENIZER.encode("}")[0]) is FinishReason.STOP
+
+
+def test_a_grammar_that_cannot_be_compiled(make):
+    with pytest.raises(InvalidRequestError, match="unclosed"):
+        make(Grammar("regex", "(a"))
+
+
+def test_the_tokenizer_is_loaded_once_and_only_when_it_is_needed():
+    calls = []
+
+    def load():
+        calls.append(1)
+        return TOKENIZER
+
+    compiler = GrammarCompiler(load, VOCAB)
+    assert not calls
+    params = SamplingParams(seed=0, grammar=Grammar("regex", "a+"))
+    futures = [compiler.start(Submit(str(i), [1], params)) for i in range(20)]
+    constraints = [future.result() for future in futures]
+    assert calls == [1]
+    assert len({id(c) for c in constraints}) == 20
+    # Each one is followed by itself, though they were compiled once.
+    (a,) = TOKENIZER.encode("a")
+    constraints[0].accept(a)
+    assert EOS not in allowed(constraints[1])

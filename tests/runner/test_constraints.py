@@ -1,0 +1,168 @@
+"""Constraints in a running engine: each mask is made when the tokens before it are known."""
+
+import json
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from jaxserve.core.scheduler import Scheduler
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.grammars import GrammarCompiler
+from jaxserve.messages import FinishReason, Submit
+from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
+
+VOCAB = 300
+SIZES = {"max_model_len": 96, "block_size": 4}
+VARIANTS = {
+    "plain": {},
+    "overlapped": {"depth": 2},
+    "chunked and overlapped": {"max_num_batched_tokens": 9, "depth": 2},
+    "preempted and overlapped": {"num_blocks": 26, "depth": 2},
+    "two at a time": {"max_num_seqs": 2, "depth": 2},
+}
+
+
+def after(token: int) -> np.ndarray:
+    """A few tokens that depend on the one before."""
+    return (token * np.arange(3, 9) + np.arange(6)) % VOCAB
+
+
+class Chain:
+    """After the first token, only `after` of the last one."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def fill_mask(self, mask):
+        bits = np.zeros(len(mask) * 32, np.uint8)
+        bits[after(self.tokens[-1]) if self.tokens else np.arange(VOCAB)] = 1
+        mask[:] = np.packbits(bits, bitorder="little").view("<u4")
+
+    def accept(self, token_id):
+        self.tokens.append(token_id)
+
+
+def done(value) -> Future:
+    future = Future()
+    future.set_result(value)
+    return future
+
+
+def run(runner, submits, compile_grammar, *, depth=1, **sizes):
+    """The outputs of each request, and the number of preemptions."""
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_blocks": 257, **SIZES}
+    scheduler = Scheduler(**{**defaults, **sizes})
+    core = EngineCore(scheduler, runner, depth=depth, compile_grammar=compile_grammar)
+    for submit in submits:
+        core.add(submit)
+    outputs = {submit.request_id: [] for submit in submits}
+    while core.has_work:
+        for output in core.step(0.0):
+            outputs[output.request_id].append(output)
+    return outputs, core.stats().total_preemptions
+
+
+def tokens_of(outputs):
+    return [token for output in outputs for token in output.token_ids]
+
+
+def requests(num: int, **constrained) -> list[Submit]:
+    """Every other one is constrained, and one of two is greedy."""
+    rng = np.random.default_rng(5)
+    submits = []
+    for i in range(num):
+        options = {"temperature": 1.0 if i % 4 >= 2 else 0.0, "seed": i, "max_tokens": 14}
+        if i % 2:
+            options.update(constrained)
+        prompt = rng.integers(0, 250, 5 + 7 * i % 40).tolist()
+        submits.append(Submit(str(i), prompt, SamplingParams(**options), eos_token_id=299))
+    return submits
+
+
+ANY = Grammar("regex", "x")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_token_obeys_what_the_one_before_it_allows(runner, tiny_model, variant):
+    submits = requests(8, grammar=ANY)
+    outputs, preemptions = run(runner, submits, lambda _: done(Chain()), **VARIANTS[variant])
+    assert (preemptions > 0) == ("preempted" in variant)
+    alone = [run(runner, [s], lambda _: done(Chain()))[0][s.request_id] for s in submits]
+    for submit, of_alone in zip(submits, alone, strict=True):
+        tokens = tokens_of(outputs[submit.request_id])
+        assert tokens == tokens_of(of_alone)
+        if submit.params.grammar is None or not submit.params.is_greedy:
+            continue
+        expected = list(submit.prompt_token_ids)
+        for i in range(14):
+            logits = tiny_model.whole(expected)
+            mask = np.isin(np.arange(VOCAB), after(expected[-1])) if i else np.ones(VOCAB, bool)
+            expected.append(int(np.where(mask, logits, -np.inf).argmax()))
+        assert tokens == expected[len(submit.prompt_token_ids) :]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_neighbours_of_a_constrained_request_answer_as_they_do_alone(runner, variant):
+    submits = requests(8, grammar=ANY)
+    outputs, _ = run(runner, submits, lambda _: done(Chain()), **VARIANTS[variant])
+    for submit in submits[::2]:
+        alone, _ = run(runner, [submit], None)
+        assert tokens_of(outputs[submit.request_id]) == tokens_of(alone[submit.request_id])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_json_of_a_model_that_knows_none(runner, depth):
+    """Against all that else can be said about tokens: bias, bad words, penalties, min_tokens."""
+    tokenizer = tiny_tokenizer()
+    compiler = GrammarCompiler(lambda: tokenizer, VOCAB)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["é🔥", "x"]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    (brace,), (quote,) = tokenizer.encode("{"), tokenizer.encode('"')
+    params = {
+        "grammar": Grammar("json_schema", json.dumps(schema)),
+        "max_tokens": 90,
+        "logit_bias": {tokenizer.encode(" ")[0]: 100.0, tokenizer.eos_token_id: 90.0, 299: 95.0},
+        "bad_words_token_ids": ((brace,), (quote, quote)),
+        "frequency_penalty": 0.5,
+        "min_tokens": 60,
+    }
+    prompt = [1, 2]
+    submits = [
+        Submit(
+            str(i), prompt, SamplingParams(seed=i, temperature=t, **params),
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        for i, t in enumerate((0.0, 1.0, 2.0, 1.0, 0.5))
+    ]  # fmt: skip
+    outputs, _ = run(runner, submits, compiler.start, depth=depth)
+    for of_request in outputs.values():
+        assert of_request[-1].finish_reason == FinishReason.STOP
+        value = json.loads(tokenizer.decode(tokens_of(of_request)))
+        assert list(value) == ["a", "b"]
+        assert value["a"] in ("é🔥", "x")
+
+
+def test_one_that_cannot_go_on_takes_nobody_with_it(runner):
+    class Broken(Chain):
+        def accept(self, token_id):
+            super().accept(token_id)
+            return FinishReason.ERROR if len(self.tokens) == 3 else None
+
+    submits = requests(4, grammar=ANY)
+    broken = submits[1].request_id
+    outputs, _ = run(
+        runner,
+        submits,
+        lambda submit: done(Broken() if submit.request_id == broken else Chain()),
+        depth=2,
+    )
+    reasons = {name: of_request[-1].finish_reason for name, of_request in outputs.items()}
+    assert reasons.pop(broken) == FinishReason.ERROR
+    assert set(reasons.values()) == {FinishReason.LENGTH}
+    assert len(tokens_of(outputs[broken])) == 3

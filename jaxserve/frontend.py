@@ -24,6 +24,7 @@ from jaxserve.errors import (
     UnknownModelError,
 )
 from jaxserve.generation_defaults import GenerationDefaults
+from jaxserve.grammar_checks import GrammarChecks
 from jaxserve.metrics import RequestMetrics, RequestRecord
 from jaxserve.parsing.message_parser import MessageParser
 from jaxserve.parsing.registry import (
@@ -100,6 +101,7 @@ class Frontend:
         )
         self.fingerprint = _fingerprint(self.model_names[0], self.vocab_size, self.max_model_len)
         self.metrics = RequestMetrics(self.max_model_len)
+        self.grammars = GrammarChecks(tokenizer)
         self.num_in_flight = 0
         self._running: dict[str, str] = {}  # ids of answers -> ids of their requests
         more = {i for i in self.defaults.eos_token_ids if i != tokenizer.eos_token_id}

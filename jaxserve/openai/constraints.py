@@ -52,23 +52,36 @@ async def constrained(
             )
         if use.is_enforced:
             found = {"tools": tools_grammar(use)}
-    for field in found:
-        name = field if field != "tools" else "tool_choice"
-        raise InvalidRequestError(f"{name}: structured output is not supported yet", param=name)
+    for field, grammar in found.items():
+        params = await _with_grammar(frontend, params, grammar, field)
+    return params
+
+
+async def _with_grammar(
+    frontend: Frontend, params: SamplingParams, grammar: Grammar, field: str
+) -> SamplingParams:
+    params = msgspec.structs.replace(params, grammar=grammar)
+    try:
+        await frontend.grammars.check(grammar)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{field}: {error.message}", param=field) from error
     return params
 
 
 def read_grammars(request: GenerationRequest) -> dict[str, Grammar]:
     """The grammars in a request, by the field that they are in."""
-    found = {
-        "response_format": _response_format(request.response_format),
-        "structured_outputs": _structured_outputs(request.structured_outputs),
-        "guided_json": _of_kind("json", request.guided_json, "guided_json"),
-        "guided_regex": _of_kind("regex", request.guided_regex, "guided_regex"),
-        "guided_choice": _of_kind("choice", request.guided_choice, "guided_choice"),
-        "guided_grammar": _of_kind("grammar", request.guided_grammar, "guided_grammar"),
-    }
-    return {field: grammar for field, grammar in found.items() if grammar is not None}
+    found = {}
+    for field, read in _READERS.items():
+        try:
+            grammar = read(getattr(request, field), field)
+        except InvalidRequestError as error:
+            if error.param != "grammar":
+                raise
+            message = error.message.replace("grammar", field, 1)  # it is too long
+            raise InvalidRequestError(message, param=field) from error
+        if grammar is not None:
+            found[field] = grammar
+    return found
 
 
 def tools_grammar(use: ToolUse) -> Grammar:
@@ -78,10 +91,9 @@ def tools_grammar(use: ToolUse) -> Grammar:
     return Grammar("json_schema", json.dumps(schema))
 
 
-def _response_format(value: Any) -> Grammar | None:
+def _response_format(value: Any, field: str) -> Grammar | None:
     if value is None:
         return None
-    field = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
@@ -102,10 +114,10 @@ def _response_format(value: Any) -> Grammar | None:
     return Grammar("json_schema", json.dumps(schema))
 
 
-def _structured_outputs(value: Any) -> Grammar | None:
+def _structured_outputs(value: Any, field: str) -> Grammar | None:
     if value is None:
         return None
-    field, names = "structured_outputs", "json, json_object, regex, choice, grammar"
+    names = "json, json_object, regex, choice, grammar"
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{field} must be an object with one of {names}", param=field)
     asked = {k: v for k, v in value.items() if v is not None and v is not False}
@@ -118,10 +130,12 @@ def _structured_outputs(value: Any) -> Grammar | None:
     return _of_kind(kinds[0], asked[kinds[0]], field)
 
 
-def _of_kind(kind: str, value: Any, field: str) -> Grammar | None:
+def _guided(value: Any, field: str) -> Grammar | None:
+    return None if value is None else _of_kind(field.removeprefix("guided_"), value, field)
+
+
+def _of_kind(kind: str, value: Any, field: str) -> Grammar:
     """A grammar in the words of vLLM."""
-    if value is None:
-        return None
     match kind, value:
         case "json", dict():
             return Grammar("json_schema", json.dumps(value))
@@ -140,6 +154,16 @@ def _of_kind(kind: str, value: Any, field: str) -> Grammar | None:
         "expression, a list of texts or a grammar, as the name says",
         param=field,
     )
+
+
+_READERS = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _guided,
+    "guided_regex": _guided,
+    "guided_choice": _guided,
+    "guided_grammar": _guided,
+}
 
 
 async def _bad_words(frontend: Frontend, words: list[str]) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,212 @@
+"""Grammars in requests: every field that has one, what is refused, and calls that are enforced."""
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxserve import grammar_checks
+from jaxserve.errors import InvalidRequestError
+from jaxserve.frontend import Frontend
+from jaxserve.openai import chat, completions, responses
+from jaxserve.openai.protocol import ChatRequest, CompletionRequest, decode
+from jaxserve.openai.responses_protocol import ResponsesRequest
+from jaxserve.sampling_params import Grammar
+from jaxserve.testing.scripted_frontend import scripted_frontend
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "g"}},
+]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> <think> #}"
+
+
+def make(answer: str = "hello") -> Frontend:
+    return scripted_frontend(answer, chat_template=TEMPLATE)
+
+
+async def complete(frontend: Frontend, body: dict[str, Any]):
+    request = decode(json.dumps({"prompt": "hello"} | body).encode(), CompletionRequest)
+    return await completions.complete(await completions.prepare(frontend, request))
+
+
+async def ask(frontend: Frontend, body: dict[str, Any]):
+    messages = [{"role": "user", "content": "hello"}]
+    request = decode(json.dumps({"messages": messages} | body).encode(), ChatRequest)
+    return await chat.complete(await chat.prepare(frontend, request))
+
+
+def grammar_of(frontend: Frontend) -> Grammar | None:
+    return frontend.engine.submitted[-1].params.grammar
+
+
+FORMS = [
+    ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        Grammar("json_schema", json.dumps(SCHEMA)),
+    ),
+    ({"response_format": {"type": "text"}}, None),
+    ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", json.dumps(SCHEMA))),
+    (
+        {"structured_outputs": {"json": '{"type": "null"}', "disable_any_whitespace": True}},
+        Grammar("json_schema", '{"type": "null"}'),
+    ),
+    ({"structured_outputs": {"regex": "a+", "choice": None}}, Grammar("regex", "a+")),
+    ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+    ({"guided_json": SCHEMA}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"guided_regex": "[0-9]{3}"}, Grammar("regex", "[0-9]{3}")),
+    ({"guided_choice": ["a", "é"]}, Grammar("choice", '["a", "\\u00e9"]')),
+    ({"guided_grammar": 'start: "a"'}, Grammar("grammar", 'start: "a"')),
+]
+
+
+@pytest.mark.parametrize(("body", "expected"), FORMS)
+async def test_grammars_reach_the_engine(body, expected) -> None:
+    frontend = make()
+    for run in (complete, ask):
+        await run(frontend, body)
+        assert grammar_of(frontend) == expected
+
+
+BAD = [
+    ({"response_format": {"type": "foo"}}, "response_format"),
+    ({"response_format": "text"}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+    *(
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+            "response_format",
+        )
+        for schema in (
+            {"type": "not-a-type"},
+            {"type": "string", "pattern": "("},
+            {"$ref": "#/$defs/missing"},
+            {"$ref": "https://example.com/schema"},
+            True,
+            [],
+            "x",
+        )
+    ),
+    ({"structured_outputs": 5}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_regex": 5}, "guided_regex"),
+    ({"guided_regex": "a" * 300_000}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": [1]}, "guided_choice"),
+    ({"guided_choice": "ab"}, "guided_choice"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_json"),
+    ({"guided_regex": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD)
+async def test_what_is_no_grammar_is_refused(body, param) -> None:
+    frontend = make()
+    for run in (complete, ask):
+        with pytest.raises(InvalidRequestError) as caught:
+            await run(frontend, body)
+        assert caught.value.param == param
+        assert len(caught.value.message) < 1000
+    assert frontend.engine.submitted == []
+    await complete(frontend, {"guided_regex": "a"})
+
+
+async def test_a_grammar_makes_all_of_the_answer_text() -> None:
+    choice = (await ask(make("<think>he"), {"guided_regex": ".*"})).choices[0]
+    assert choice.message.content == "<think>he"
+
+
+async def test_text_format_of_responses() -> None:
+    frontend = make()
+    for form, expected in (
+        ({"type": "json_object"}, Grammar("json_object")),
+        (
+            {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True},
+            Grammar("json_schema", json.dumps(SCHEMA)),
+        ),
+        ({"type": "text"}, None),
+    ):
+        body = {"input": "hello", "text": {"format": form}}
+        request = decode(json.dumps(body).encode(), ResponsesRequest)
+        reply = await responses.complete(await responses.prepare(frontend, request))
+        assert grammar_of(frontend) == expected
+        assert reply.text["format"] == form
+
+
+@pytest.mark.parametrize("parallel", [None, False])
+async def test_calls_can_be_required(parallel) -> None:
+    answer = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
+    frontend = make(answer)
+    body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": parallel}
+    (choice,) = (await ask(frontend, body)).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
+    assert calls == [("f", '{"a": 1}'), ("g", "{}")][: 1 if parallel is False else 2]
+    grammar = grammar_of(frontend)
+    assert grammar is not None
+    schema = json.loads(grammar.spec)
+    assert schema["type"] == "array"
+    assert schema.get("maxItems") == (1 if parallel is False else None)
+
+
+async def test_a_function_can_be_named() -> None:
+    frontend = make('{"a": 1}')
+    choice_of_f = {"type": "function", "function": {"name": "f"}}
+    (choice,) = (await ask(frontend, {"tools": TOOLS, "tool_choice": choice_of_f})).choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("f", '{"a": 1}')
+    assert choice.finish_reason == "tool_calls"
+    grammar = grammar_of(frontend)
+    assert grammar is not None
+    assert json.loads(grammar.spec) == SCHEMA
+    cut = await ask(frontend, {"tools": TOOLS, "tool_choice": choice_of_f, "max_tokens": 3})
+    assert cut.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_tools_that_may_be_called_exclude_a_grammar(choice) -> None:
+    frontend = make()
+    form = {"response_format": {"type": "json_object"}, "tools": TOOLS}
+    with pytest.raises(InvalidRequestError) as caught:
+        await ask(frontend, form | {"tool_choice": choice})
+    assert caught.value.param == "response_format"
+    await ask(frontend, form | {"tool_choice": "none"})
+    bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}]
+    with pytest.raises(InvalidRequestError) as caught:
+        await ask(frontend, {"tools": bad, "tool_choice": "required"})
+    assert caught.value.param == "tools"
+
+
+async def test_a_grammar_is_checked_once_and_few_at_a_time(monkeypatch) -> None:
+    frontend = make()
+    running, most, checked = 0, 0, []
+
+    async def count(check, grammar, tokenizer):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        checked.append(grammar)
+        running -= 1
+
+    monkeypatch.setattr(grammar_checks.asyncio, "to_thread", count)
+    grammars = [Grammar("regex", "a" * i) for i in range(1, 9)]
+    await asyncio.gather(*map(frontend.grammars.check, grammars))
+    assert most == grammar_checks.AT_A_TIME
+    await asyncio.gather(*map(frontend.grammars.check, grammars))
+    assert len(checked) == len(grammars)
+    for i in range(grammar_checks.NUM_KEPT):
+        await frontend.grammars.check(Grammar("choice", msgspec.json.encode([str(i)]).decode()))
+    await frontend.grammars.check(grammars[0])
+    assert checked.count(grammars[0]) == 2

@@ -15,6 +15,7 @@ from server.routes import (
     health,
     metrics,
     models,
+    openapi,
     responses,
     tokenize,
 )
@@ -30,6 +31,7 @@ ROUTES = [
     *tokenize.routes,
     *metrics.routes,
     *control.routes,
+    *openapi.routes,
 ]
 
 

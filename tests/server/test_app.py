@@ -391,6 +391,21 @@ async def test_what_is_served_can_be_seen(call, frontend) -> None:
     assert facts["engines"]["0"]["num_running"] == 0
 
 
+async def test_the_api_is_described(call) -> None:
+    async with call(root_path="/llm") as client:
+        page = (await client.get("/openapi.json")).json()
+        assert page["servers"] == [{"url": "/llm"}]
+        paths = {route.path for route in ROUTES}
+        assert page["paths"].keys() <= paths
+        components = page["components"]["schemas"]
+        references = re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(page))
+        assert set(references) <= components.keys()
+        assert components["CompletionRequest"]["properties"].keys() >= {"prompt", "logit_bias"}
+        for path, ways in page["paths"].items():
+            if "get" in ways:
+                assert (await client.get(path)).status_code == 200
+
+
 async def test_a_proxy_may_show_the_server_under_a_path(call) -> None:
     async with call(root_path="/llm", api_key=("k",)) as client:
         key = {"authorization": "Bearer k"}

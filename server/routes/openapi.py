@@ -1,0 +1,81 @@
+"""GET /openapi.json: the API, described by the structs that read and write it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from jaxserve import __version__
+from jaxserve.openai.errors import ErrorBody
+from jaxserve.openai.protocol import (
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from jaxserve.openai.responses_protocol import Response, ResponseEvent, ResponsesRequest
+from server.routes.control import AbortRequest
+
+POSTS: dict[str, tuple[type[msgspec.Struct], Any, Any]] = {
+    "/v1/completions": (CompletionRequest, Completion, Completion),
+    "/v1/chat/completions": (ChatRequest, ChatCompletion, ChatChunk),
+    "/v1/responses": (ResponsesRequest, Response, ResponseEvent),
+    "/tokenize": (TokenizeRequest, dict[str, Any], None),
+    "/detokenize": (DetokenizeRequest, dict[str, Any], None),
+    "/abort": (AbortRequest, dict[str, Any], None),
+}
+"""Paths -> body, reply, and the first kind of event of a streamed reply."""
+
+GETS = ("/v1/models", "/health", "/live", "/version", "/load", "/server_info", "/metrics")
+
+
+@functools.cache
+def describe() -> dict[str, Any]:
+    """The description, as OpenAPI 3.1 has it."""
+    types = [ErrorBody, *(kind for post in POSTS.values() for kind in post if kind is not None)]
+    schemas, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
+    )
+    schema_of = dict(zip(map(str, types), schemas, strict=True))
+    error = _content(schema_of[str(ErrorBody)])
+    paths: dict[str, Any] = {
+        path: {"get": {"responses": {"200": {"description": "OK"}, "default": error}}}
+        for path in GETS
+    }
+    for path, (body, reply, event) in POSTS.items():
+        success = _content(schema_of[str(reply)])
+        if event is not None:
+            success["content"]["text/event-stream"] = {"schema": schema_of[str(event)]}
+        request = {
+            "required": True,
+            "content": {"application/json": {"schema": schema_of[str(body)]}},
+        }
+        responses = {"200": success, "default": error}
+        paths[path] = {"post": {"requestBody": request, "responses": responses}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxserve", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _content(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": "", "content": {"application/json": {"schema": schema}}}
+
+
+async def openapi(request: Request) -> JSONResponse:
+    """The description, with the path under which a proxy shows the server."""
+    root_path = request.app.state.settings.root_path
+    return JSONResponse({**describe(), "servers": [{"url": root_path or "/"}]})
+
+
+routes = [Route("/openapi.json", openapi)]

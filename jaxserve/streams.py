@@ -137,7 +137,9 @@ def _to_delta(
         raise RequestFailedError("the engine could not go on with this request")
     shown = token_ids
     if reason == FinishReason.STOP and not answer.params.include_stop_str_in_output:
-        shown = token_ids[:-1]  # the token that ended the answer is not part of its text
+        # The token that ended the answer is not part of its text. A grammar needs no such token.
+        if output.stop_reason is not None or token_ids[-1:] == [answer.eos_token_id]:
+            shown = token_ids[:-1]
     step = detokenizer.push(shown, finished=reason is not None)
     finish_reason = None if reason is None else FinishReason(reason).name.lower()
     stop_reason = output.stop_reason

@@ -29,6 +29,8 @@ READY = Ready(
 class ScriptedEngine:
     """Implements `Engine`. It ends answers as a real engine does: end tokens, stop ids, length.
 
+    An answer with a grammar ends with the token before the end token.
+
     Args:
       script: the tokens that follow a prompt; when they run out, token 0 follows for ever.
       tokens_per_output: how many tokens come at a time.
@@ -135,6 +137,8 @@ class ScriptedEngine:
         tokens: list[int] = []
         while len(tokens) < params.max_tokens:
             token = script[len(tokens)] if len(tokens) < len(script) else 0
+            if params.grammar is not None and tokens and token == submit.eos_token_id:
+                return tokens, FinishReason.STOP, None
             tokens.append(token)
             if len(tokens) > params.min_tokens:
                 if token == submit.eos_token_id:

@@ -121,6 +121,12 @@ async def test_what_is_no_grammar_is_refused(body, param) -> None:
     await complete(frontend, {"guided_regex": "a"})
 
 
+async def test_the_end_of_a_grammar_is_part_of_the_text() -> None:
+    for body in ({}, {"stop_token_ids": [5]}, {"ignore_eos": False}):
+        choice = (await complete(make("hello"), {"guided_regex": ".*"} | body)).choices[0]
+        assert (choice.text, choice.finish_reason) == ("hello", "stop")
+
+
 async def test_a_grammar_makes_all_of_the_answer_text() -> None:
     choice = (await ask(make("<think>he"), {"guided_regex": ".*"})).choices[0]
     assert choice.message.content == "<think>he"

@@ -25,7 +25,8 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         text, adds_special = body.prompt, body.add_special_tokens is not False
     else:
-        text, adds_special = await render_prompt(frontend, body), bool(body.add_special_tokens)
+        text = await render_prompt(frontend, body, tools=body.tools or ())
+        adds_special = bool(body.add_special_tokens)
     tokenizer = frontend.tokenizer
 
     def work() -> bytes:

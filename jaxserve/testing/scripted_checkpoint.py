@@ -26,6 +26,8 @@ from jaxserve.token_bytes import SPACE_MARK, byte_level_alphabet
 VOCAB_SIZE = 512
 EOS = SPECIAL_TOKENS["eos_token"]
 SPM_EOS = SPM_SPECIAL_TOKENS["eos_token"]
+EOS_ID = 257
+FIRST_SPECIAL_ID = 260
 CONTENT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The prompt of a chat ends with the content of its last message."""
 
@@ -52,7 +54,8 @@ def write_scripted(
         script that is to end has `EOS` there (`SPM_EOS`). No token can be followed by two different
         ones, in all scripts together: a text that occurs twice has to be cut differently.
       spm: a tokenizer in the manner of sentencepiece, instead of a byte-level one.
-      special: more special tokens, which scripts can have as pieces.
+      special: more special tokens, which scripts can have as pieces. In a byte-level vocabulary
+        they have the ids from `FIRST_SPECIAL_ID` on.
       sharpness: see `scripted_tensors`. With 1, sampling at temperature 1 follows the script.
       config: keys to replace in config.json; None removes one.
       tokenizer_config: likewise in tokenizer_config.json.
@@ -64,7 +67,7 @@ def write_scripted(
     marks = {SPM_EOS if spm else EOS, *ADDED_TOKENS, *special}
     name_of = functools.partial(_name, marks=marks, spm=spm)
     names = {name_of(piece): None for script in scripts.values() for piece in script}
-    unreachable = [name for name in names if name not in marks]
+    unreachable = [*special, *(name for name in names if name not in marks)]
     backend = spm_backend(unreachable) if spm else tiny_backend((), unreachable=unreachable)
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])
     starts = [f"<{name}>" for name in scripts]

@@ -36,6 +36,7 @@ def tiny_backend(
       unreachable: more tokens, in the byte-level alphabet. No text is encoded with them.
     """
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    tokens += [*SPECIAL_TOKENS.values(), *ADDED_TOKENS]
     tokens += [token for token in unreachable if token not in tokens]
     backend = Backend(models.BPE({t: i for i, t in enumerate(tokens)}, list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,7 +62,7 @@ def spm_backend(pieces: Sequence[str] = ()) -> Backend:
     Args:
       pieces: tokens besides bytes and printable ASCII characters. No text is encoded with them.
     """
-    tokens = [*reversed(SPM_SPECIAL_TOKENS.values()), *(f"<0x{i:02X}>" for i in range(256))]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     tokens += [SPACE_MARK, *map(chr, range(0x21, 0x7F))]
     tokens += [piece for piece in pieces if piece not in tokens]
     vocab = {token: i for i, token in enumerate(tokens)}

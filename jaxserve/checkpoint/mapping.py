@@ -12,7 +12,7 @@ from types import EllipsisType
 
 import numpy as np
 
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, UnsupportedModelError
 
 
 def unchanged(tensor: np.ndarray) -> np.ndarray:
@@ -116,15 +116,15 @@ def check_names(
     present = set(names)
     if len(present) != len(names):
         twice = sorted(name for name in present if names.count(name) > 1)
-        raise CheckpointError(f"the checkpoint has {_some(twice)} more than once")
+        raise CheckpointError(f"the checkpoint has {some(twice)} more than once")
     unknown = [name for name in names if name not in slots and name not in ignored]
     if unknown:
         raise CheckpointError(
-            f"the checkpoint has {_some(unknown)}, which the model of its config.json does not have"
+            f"the checkpoint has {some(unknown)}, which the model of its config.json does not have"
         )
     missing = [name for name in slots if name not in present]
     if missing:
-        raise CheckpointError(f"the checkpoint lacks {_some(missing)}")
+        raise CheckpointError(f"the checkpoint lacks {some(missing)}")
 
 
 def assemble(
@@ -139,6 +139,7 @@ def assemble(
 
     Raises:
       CheckpointError: a tensor is unknown, comes twice, never comes, or has the wrong shape.
+      UnsupportedModelError: a tensor holds whole numbers.
     """
     missing: dict[str, set[str]] = {path: set() for path in targets}
     for name, slot in slots.items():
@@ -160,7 +161,7 @@ def assemble(
         yield Placed(target, num_bytes, None if missing[target] else buffers.pop(target))
     never = [name for names in missing.values() for name in names]
     if never:
-        raise CheckpointError(f"the checkpoint lacks {_some(sorted(never))}")
+        raise CheckpointError(f"the checkpoint lacks {some(sorted(never))}")
 
 
 def _copy(name: str, tensor: np.ndarray, slot: Slot, buffer: np.ndarray) -> int:
@@ -169,6 +170,11 @@ def _copy(name: str, tensor: np.ndarray, slot: Slot, buffer: np.ndarray) -> int:
     if value.shape != slot.shape:
         how = "" if slot.transform is unchanged else f" after {slot.transform.__name__}"
         raise CheckpointError(f"{name} must have the shape {slot.shape}{how}, got {value.shape}")
+    if value.dtype.kind in "iub":  # bfloat16 is of the kind V
+        raise UnsupportedModelError(
+            f"{name} is of type {value.dtype}: weights that are quantised in this way are not "
+            "supported; use a float checkpoint, or GGUF"
+        )
     buffer[slot.index] = value
     return value.size * buffer.itemsize
 
@@ -184,6 +190,7 @@ def _pieces(rule: Rule, target: Target) -> Iterator[tuple[str, slice, int]]:
         start += size
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The names, or the first few of many."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

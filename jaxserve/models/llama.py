@@ -26,6 +26,11 @@ class LlamaForCausalLM(CausalLM):
         Rule("model.norm.weight", "norm.weight"),
         Rule("lm_head.weight", "head.weight"),
     )
-    IGNORED = (LAYER + "self_attn.rotary_emb.inv_freq",)
+    IGNORED = (
+        "model.rotary_emb.inv_freq",
+        LAYER + "self_attn.rotary_emb.inv_freq",
+        LAYER + "self_attn.rotary_emb.cos_cached",
+        LAYER + "self_attn.rotary_emb.sin_cached",
+    )
     COPIES_OF_TIED = ("lm_head.weight",)
-    HF_FIXED = {"sliding_window": None}
+    HF_FIXED = {"sliding_window": None, "layer_types": None}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -16,6 +17,8 @@ from jaxserve.models.blocks import DecoderLayer
 from jaxserve.models.causal_lm import CausalLM, Loop
 from jaxserve.models.registry import model_class
 from jaxserve.models.spec import ModelSpec
+
+logger = logging.getLogger("jaxserve")
 
 Params = dict[str, Any]
 """Nested dicts of device arrays, keyed by attribute and by index in a list of layers."""
@@ -49,6 +52,9 @@ def load_params(
 ) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Reads the weights of a model; ``nnx.merge`` of the two results is the model.
 
+    What the base model alone was saved as, without "model." before its names, is loaded too.
+    Tensors beside the model, such as the state of an optimizer, are passed over with a warning.
+
     At its peak this takes the weights once and the largest parameter a second time.
 
     Args:
@@ -58,21 +64,30 @@ def load_params(
       on_progress: called after each tensor with bytes of parameters set, and in all.
 
     Raises:
-      CheckpointError: a tensor is unknown, there twice, missing, or has the wrong shape.
+      CheckpointError: a tensor of the model is unknown, there twice, missing, or has the wrong
+        shape.
+      UnsupportedModelError: a tensor holds whole numbers.
       ConfigError: the layers are not alike, so they cannot be looped over.
     """
     model = build_model(spec, loop=loop)
     targets = _targets(model)
     slots = mapping.plan(model.RULES, targets, num_layers=spec.num_layers)
+    full_names = _full_names(checkpoint.tensor_names, slots)
+    names = [full_names[name] for name in checkpoint.tensor_names]
     ignored = _ignored(model)
-    mapping.check_names(checkpoint.tensor_names, slots, ignored=ignored)
+    ignored |= _foreign(names, model, known=ignored)
+    mapping.check_names(names, slots, ignored=ignored)
     num_dtype = jnp.dtype(dtype)
     total = sum(math.prod(target.shape) for target in targets.values()) * num_dtype.itemsize
     done = 0
     arrays: dict[tuple[str | int, ...], jax.Array] = {}
-    filling = mapping.assemble(
-        checkpoint.tensors(), slots, targets, dtype=num_dtype, ignored=ignored
-    )
+
+    def renamed(named: tuple[str, np.ndarray]) -> tuple[str, np.ndarray]:
+        return full_names[named[0]], named[1]
+
+    # Not a generator: it would hold on to the tensor before while the next one is read.
+    tensors = map(renamed, checkpoint.tensors())
+    filling = mapping.assemble(tensors, slots, targets, dtype=num_dtype, ignored=ignored)
     for placed in filling:
         done += placed.num_bytes
         if placed.complete is not None:
@@ -97,6 +112,25 @@ def _targets(model: CausalLM) -> dict[str, mapping.Target]:
 def _path(target: str) -> tuple[str | int, ...]:
     steps = [step for step in target.split(".") if step != "*"]
     return tuple(int(step) if step.isdigit() else step for step in steps)
+
+
+def _full_names(
+    names: Sequence[str], slots: Mapping[str, mapping.Slot], *, prefix: str = "model."
+) -> dict[str, str]:
+    """What each tensor is called in a whole model, when the names may be those of its base."""
+    if any(name.startswith(prefix) for name in names):
+        return {name: name for name in names}
+    own = {name.split(".")[1] for name in slots if name.startswith(prefix)}
+    return {name: prefix + name if name.split(".")[0] in own else name for name in names}
+
+
+def _foreign(names: Sequence[str], model: CausalLM, *, known: frozenset[str]) -> frozenset[str]:
+    """Unknown tensors that are no part of the model by their names, with a warning."""
+    own = {rule.name.split(".")[0] for rule in model.RULES}
+    foreign = [n for n in names if n not in known and n.split(".")[0] not in own]
+    if foreign:
+        logger.warning("passed over tensors beside the model: %s", mapping.some(foreign))
+    return frozenset(foreign)
 
 
 def _ignored(model: CausalLM) -> frozenset[str]:

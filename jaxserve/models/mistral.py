@@ -6,7 +6,7 @@ from jaxserve.models.llama import LlamaForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """Every layer has the window, unless config.json says null."""
+    """Every layer has the window, unless config.json says null or lists the kinds of layers."""
 
     HF_DEFAULTS = {"sliding_window": 4096}
-    HF_FIXED = {"layer_types": None, "attention_bias": False, "mlp_bias": False}
+    HF_FIXED = {"attention_bias": False, "mlp_bias": False}

@@ -17,6 +17,9 @@ from jaxserve.ops.activation import ACTIVATIONS
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
+NULL_HAS_A_MEANING = ("sliding_window", "head_dim")
+"""Keys that say something else when they are null than when they are missing."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -64,7 +67,12 @@ class ModelSpec:
         """
         architecture = _architecture(config)
         family = model_class(architecture)
-        config = {**family.HF_DEFAULTS, **config, **family.HF_FIXED}
+        given = {
+            key: value
+            for key, value in config.items()
+            if value is not None or key in NULL_HAS_A_MEANING
+        }
+        config = {**family.HF_DEFAULTS, **given, **family.HF_FIXED}
         _check_supported(config)
         num_heads = _size(config, "num_attention_heads")
         hidden_size = _size(config, "hidden_size")
@@ -84,7 +92,7 @@ class ModelSpec:
             num_kv_heads=_size(config, "num_key_value_heads", num_heads),
             head_dim=head_dim,
             activation=activation,
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=_real(config, "rms_norm_eps", 1e-6),
             rope=rotation,
             windows=_windows(config, num_layers),
             qkv_bias=attention_bias,
@@ -149,12 +157,31 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def _real(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A finite number above 0, which may be written as text."""
+    value = config.get(key)
+    value = default if value is None else value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise CheckpointError(f"{key} in config.json must be a number above 0, got {value!r}")
+    return number
+
+
 def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
-    if window is None or not config.get("use_sliding_window", True):
+    kinds = config.get("layer_types")
+    if not config.get("use_sliding_window", True):
+        return (None,) * num_layers
+    if window is None:
+        if kinds is not None and "sliding_attention" in kinds:
+            raise CheckpointError(
+                "layer_types in config.json has sliding_attention, but there is no sliding_window"
+            )
         return (None,) * num_layers
     window = _size(config, "sliding_window")
-    kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers") or 0
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -178,7 +205,7 @@ def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> rope.
             f"rotary embeddings that differ between layers ({', '.join(nested)}) are not supported"
         )
     kind = given.get("rope_type") or given.get("type") or "default"
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = _real(given, "rope_theta", _real(config, "rope_theta", 10000.0))
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(
             f"partial_rotary_factor {given['partial_rotary_factor']} is not supported; only 1.0 is"
@@ -204,6 +231,8 @@ def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> rope.
             )
         case "yarn":
             scaling = _yarn(given, original, max_positions)
+        case "factors":
+            scaling = rope.Factors(_factors(given, head_dim))
         case _:
             raise UnsupportedModelError(
                 f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
@@ -215,6 +244,17 @@ def _number(given: Mapping[str, Any], key: str) -> float:
     if not isinstance(given.get(key), int | float):
         raise CheckpointError(f"the rope parameters in config.json need a number {key}: {given}")
     return float(given[key])
+
+
+def _factors(given: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
+    """Those of a GGUF file, see `checkpoint.gguf_config.hf_config`."""
+    factors = tuple(map(float, given["factors"]))
+    if len(factors) != head_dim // 2:
+        raise CheckpointError(
+            f"there must be {head_dim // 2} rope factors, one for each two of head_dim {head_dim}, "
+            f"got {len(factors)}"
+        )
+    return factors
 
 
 def _yarn(given: Mapping[str, Any], original: int, max_positions: int) -> rope.Yarn:
@@ -239,9 +279,7 @@ def _yarn(given: Mapping[str, Any], original: int, max_positions: int) -> rope.Y
     )
 
 
-def _context_length(
-    scaling: rope.Linear | rope.Llama3 | rope.Yarn | rope.Dynamic | None, max_positions: int
-) -> int:
+def _context_length(scaling: rope.Scaling | None, max_positions: int) -> int:
     match scaling:
         case rope.Linear(factor) | rope.Dynamic(factor):
             return int(factor * max_positions)

@@ -64,12 +64,22 @@ class Dynamic:
 
 
 @dataclass(frozen=True, slots=True)
+class Factors:
+    """Each frequency divided by a number of its own; ``factors`` has head_dim / 2 of them."""
+
+    factors: tuple[float, ...]
+
+
+Scaling = Linear | Llama3 | Yarn | Dynamic | Factors
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """How queries and keys of ``head_dim`` (even) are rotated; ``theta`` is the base."""
 
     theta: float
     head_dim: int
-    scaling: Linear | Llama3 | Yarn | Dynamic | None = None
+    scaling: Scaling | None = None
 
 
 def cos_sin(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
@@ -118,6 +128,8 @@ def fixed_frequencies(rope: Rope) -> np.ndarray:
             return plain
         case Linear(factor):
             return plain / np.float32(factor)
+        case Factors(factors):
+            return plain / np.asarray(factors, np.float32)
         case Llama3():
             return _llama3_frequencies(plain, rope.scaling)
         case Yarn():

@@ -11,6 +11,8 @@ from gguf import quants
 
 from jaxserve.checkpoint.gguf import GGUFCheckpoint, served_name
 from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.models.spec import ModelSpec
+from jaxserve.ops.rope import Factors
 from jaxserve.testing.tiny import random_tensors, tiny_config
 
 NAMES = {
@@ -250,8 +252,10 @@ def test_rope_factors_of_llama3(tmp_path: Path) -> None:
 
 def test_other_rope_factors_are_given_as_they_are(tmp_path: Path) -> None:
     factors = np.linspace(1, 3, 8, dtype=np.float32)
-    rope = small(tmp_path, {}, {"rope_freqs.weight": factors}).config["rope_parameters"]
+    checkpoint = small(tmp_path, {}, {"rope_freqs.weight": factors})
+    rope = checkpoint.config["rope_parameters"]
     assert rope == {"rope_type": "factors", "rope_theta": 10000.0, "factors": factors.tolist()}
+    assert ModelSpec.from_hf(checkpoint.config).rope.scaling == Factors(tuple(factors.tolist()))
 
 
 def test_generation_config(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.mapping import Rule, Target, assemble, check_names, plan, transpose
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, UnsupportedModelError
 
 RULES = (
     Rule("embed", "embed.weight"),
@@ -91,6 +91,13 @@ def test_wrong_shape_names_tensor_expected_and_got(tensors):
 def test_a_shape_that_would_broadcast_is_wrong_too(tensors):
     tensors["embed"] = np.zeros((1, 3))
     with pytest.raises(CheckpointError, match=r"embed .*\(5, 3\).*got \(1, 3\)"):
+        fill(tensors, STACKED)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.bool_])
+def test_whole_numbers_are_no_weights(tensors, dtype):
+    tensors["embed"] = np.ones((5, 3), dtype)
+    with pytest.raises(UnsupportedModelError, match=f"embed is of type {np.dtype(dtype)}"):
         fill(tensors, STACKED)
 
 

@@ -56,8 +56,33 @@ def test_parameters_have_the_dtype_and_progress_adds_up(in_memory, dtype, loop):
 def test_buffers_of_older_checkpoints_are_ignored(in_memory):
     config = tiny_config()
     weights = random_tensors(config)
-    extra = {"model.layers.1.self_attn.rotary_emb.inv_freq": np.zeros(8)}
+    extra = {
+        "model.rotary_emb.inv_freq": np.zeros(8),
+        "model.layers.1.self_attn.rotary_emb.inv_freq": np.zeros(8),
+        "model.layers.0.self_attn.rotary_emb.cos_cached": np.zeros((1, 1, 4, 16)),
+    }
     load(in_memory(weights | extra), config)
+
+
+def test_what_lies_beside_the_model_is_passed_over_with_a_warning(in_memory, caplog):
+    config = tiny_config(tie_word_embeddings=True)
+    weights = random_tensors(config)
+    load(in_memory(weights | {"optimizer.step": np.zeros(1), "odd": np.zeros(1)}), config)
+    assert "optimizer.step, odd" in caplog.text
+    for name in ("model.odd", "lm_head.bias"):
+        with pytest.raises(CheckpointError, match=f"has {name}, which"):
+            load(in_memory(weights | {name: np.zeros(1)}), config)
+
+
+def test_names_of_the_base_model_alone(in_memory):
+    config = tiny_config(tie_word_embeddings=True)
+    weights = random_tensors(config)
+    base = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    wanted = jax.tree.leaves(load(in_memory(weights), config))
+    for want, got in zip(wanted, jax.tree.leaves(load(in_memory(base), config)), strict=True):
+        np.testing.assert_array_equal(want, got)
+    with pytest.raises(CheckpointError, match=r"has model.layers.0.self_attn.q_proj.bias, which"):
+        load(in_memory(base | {"layers.0.self_attn.q_proj.bias": np.zeros(64)}), config)
 
 
 def test_copy_of_a_tied_head_is_ignored_and_no_other(in_memory):
@@ -78,9 +103,9 @@ def test_bias_that_the_config_does_not_have_is_refused(in_memory):
 
 def test_names_are_checked_before_anything_is_read(in_memory):
     config = tiny_config()
-    checkpoint = in_memory({**random_tensors(config), "odd": np.zeros(1)})
+    checkpoint = in_memory({**random_tensors(config), "model.odd": np.zeros(1)})
     checkpoint.tensors = lambda: pytest.fail("weights were read")
-    with pytest.raises(CheckpointError, match="has odd, which"):
+    with pytest.raises(CheckpointError, match="has model.odd, which"):
         load(checkpoint, config)
 
 

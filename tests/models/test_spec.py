@@ -7,7 +7,7 @@ import pytest
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.registry import MODELS
 from jaxserve.models.spec import ModelSpec
-from jaxserve.ops.rope import Dynamic, Linear, Llama3, Yarn
+from jaxserve.ops.rope import Dynamic, Factors, Linear, Llama3, Yarn
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,7 +44,20 @@ def test_is_hashable():
 
 
 def test_null_is_the_same_as_missing():
-    assert spec(head_dim=None, num_key_value_heads=None, rope_scaling=None) == spec()
+    keys = (
+        *("head_dim", "num_key_value_heads", "rope_scaling", "rope_parameters", "rope_theta"),
+        *("rms_norm_eps", "hidden_act", "partial_rotary_factor", "attention_bias", "mlp_bias"),
+        *("tie_word_embeddings", "quantization_config", "original_max_position_embeddings"),
+    )
+    for key in keys:
+        assert spec(**{key: None}) == spec(), key
+    qwen = family("Qwen2", use_sliding_window=None, max_window_layers=None)
+    assert qwen == family("Qwen2")
+
+
+def test_numbers_may_be_text():
+    assert spec(rms_norm_eps="1e-5").norm_eps == 1e-5
+    assert spec(rope_theta="500000").rope.theta == 5e5
 
 
 @pytest.mark.parametrize(
@@ -85,6 +98,11 @@ def test_null_is_the_same_as_missing():
             Yarn(4.0, 512, pytest.approx(1.1386294361)),
         ),
         (
+            {"rope_parameters": {"rope_type": "factors", "factors": [1, 1, 2, 2, 2, 2, 4, 4]}},
+            1e4,
+            Factors((1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 4.0, 4.0)),
+        ),
+        (
             {
                 "original_max_position_embeddings": 256,
                 "rope_scaling": {"type": "yarn", "factor": None, "attention_factor": 1.5},
@@ -118,6 +136,10 @@ def test_windows_of_each_family():
     assert family("Mistral").windows == (4096,) * 4
     assert family("Mistral", sliding_window=8).windows == (8,) * 4
     assert family("Mistral", sliding_window=None).windows == (None,) * 4
+    assert family("Mistral", sliding_window=8, use_sliding_window=False).windows == (None,) * 4
+    kinds = ["full_attention", "sliding_attention"] * 2
+    mixed = family("Mistral", sliding_window=8, layer_types=kinds)
+    assert mixed.windows == (None, 8, None, 8)
     qwen = {"sliding_window": 8, "max_window_layers": 3}
     for name in ("Qwen2", "Qwen3"):
         assert family(name, **qwen).windows == (None,) * 4
@@ -175,6 +197,17 @@ def test_what_is_not_implemented_is_named(changes, message):
         ({"num_key_value_heads": 3}, r"\(4\).*num_key_value_heads.*\(3\)"),
         ({"head_dim": 15}, "head_dim.*15"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "factors", "factors": [1.0]}}, "8 rope factors.*got 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps.*'small'"),
+        ({"rope_theta": -1}, "rope_theta.*-1"),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": None,
+                "layer_types": ["sliding_attention"] * 4,
+            },
+            "no sliding_window",
+        ),
         (
             {
                 "architectures": ["Qwen3ForCausalLM"],

@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.ops.rope import (
     Dynamic,
+    Factors,
     Linear,
     Llama3,
     Rope,
@@ -53,6 +54,12 @@ def test_without_scaling():
 def test_linear_divides_all():
     scaled = fixed_frequencies(Rope(THETA, HEAD_DIM, Linear(4.0)))
     np.testing.assert_allclose(scaled, PLAIN / 4, rtol=1e-6)
+
+
+def test_factors_divide_each():
+    factors = np.linspace(1, 3, HEAD_DIM // 2)
+    scaled = fixed_frequencies(Rope(THETA, HEAD_DIM, Factors(tuple(factors))))
+    np.testing.assert_allclose(scaled, PLAIN / factors, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scaling", [Llama3(8.0, 1.0, 4.0, 512), Yarn(8.0, 512, 1.0)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -63,18 +63,14 @@ def is_available() -> bool:
 
 
 def compile_for_h200(
-    fn: Callable[..., Any],
-    *args: Any,
-    compiler_options: Mapping[str, Any] | None = None,
-    **jit_options: Any,
+    jitted: jax.stages.Wrapped, *args: Any, compiler_options: Mapping[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compiles ``fn`` for one H200.
+    """Compiles a jitted function for one H200.
 
     Args:
-      fn: what to compile.
-      args: pytrees of `jax.ShapeDtypeStruct`.
+      jitted: what `jax.jit` makes of a function.
+      args: pytrees of anything that has a shape and a dtype, for example `jax.ShapeDtypeStruct`.
       compiler_options: debug options of XLA by name.
-      jit_options: for `jax.jit`, for example ``donate_argnums``.
 
     Returns:
       The program: `as_text` and `memory_analysis` work, a call does not.
@@ -86,8 +82,7 @@ def compile_for_h200(
     sharding = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     with _abstract_h200():
-        lowered = jax.jit(fn, **jit_options).lower(*placed)
-        return lowered.compile(dict(compiler_options or {}))
+        return jitted.lower(*placed).compile(dict(compiler_options or {}))
 
 
 @contextlib.contextmanager

@@ -1,45 +1,44 @@
 #!/usr/bin/env python3
-"""Compiles every kernel for an H200, without one, and prints what the compiler made of it.
+"""Compiles every kernel, and whole steps, for an H200 without one, and prints what became of them.
 
-    python scripts/aot_check.py [--filter REGEX] [--dump FOLDER]
+    python scripts/aot_check.py [--filter REGEX] [--layers N] [--dump FOLDER]
 
 One line a kernel: its grid and warps, registers a thread, bytes spilled to memory, bytes of shared
 memory, programs that fit on a multiprocessor at once (an estimate), matrix instructions of a warp
 group (wgmma) and of a warp (mma), and asynchronous 16-byte loads.
 
-Exits with 1 if a kernel does not compile, spills, or copies what it should write in place, and with
-2 if the compiler is not installed: the wheels jax-cuda13-plugin and jax-cuda13-pjrt of the version
-of jax (no driver, no toolkit), and a ptxas that knows PTX 9.0 or newer, for the registers.
+One line a step of a model: CUDA graphs that the host starts, operations in them and outside of
+them, kernels and how many of those spill, bytes of the KV cache and last tokens, of results that
+are written in place and of memory used besides, copies of the size of a cache, and what is computed
+again to save memory.
+
+Exits with 1 if something does not compile, spills, or copies what it should write in place, or if a
+step is not one CUDA graph or computes something twice, and with 2 if the compiler is not installed:
+the wheels jax-cuda13-plugin and jax-cuda13-pjrt of the version of jax (no driver, no toolkit), and
+a ptxas that knows PTX 9.0 or newer, for the registers.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
 from aot_cases import Case, cases
+from aot_dump import Report, dump_options, find_ptxas, read_dump
+from aot_steps import STEP_COLUMNS, STEP_HEADER, StepCase, compile_step, step_cases
 
 from pallas_kernels import deviceless
 
-# Of one multiprocessor of an H200.
-REGISTERS = 65536
-SHARED_BYTES = 233472
-THREADS = 2048
-MAX_PROGRAMS = 32
-RESERVED_SHARED_BYTES = 1024  # a program, on top of what it asks for
-
-COLUMNS = "{:34s} {:22s} {:>14s} {:>5s} {:>4s} {:>5s} {:>6s} {:>6s} {:>5s} {:>4s} {:>5s}"
+COLUMNS = "{:36s} {:22s} {:>14s} {:>5s} {:>4s} {:>5s} {:>6s} {:>6s} {:>5s} {:>4s} {:>5s}"
 HEADER = (
     "case",
     "kernel",
@@ -55,65 +54,27 @@ HEADER = (
 )
 
 
-@dataclass(frozen=True)
-class Report:
-    """What became of one kernel; bytes unless a name says otherwise."""
-
-    kernel: str
-    grid: str
-    threads: int
-    shared: int
-    registers: int
-    spilled: int
-    num_wgmma: int
-    num_mma: int
-    num_async_loads: int
-
-    @property
-    def programs_per_sm(self) -> int:
-        """How many programs a multiprocessor has room for."""
-        warps = self.threads // 32
-        registers_per_warp = -(-self.registers * 32 // 256) * 256  # given out in units of 256
-        return min(
-            REGISTERS // (registers_per_warp * warps),
-            SHARED_BYTES // (self.shared + RESERVED_SHARED_BYTES),
-            THREADS // self.threads,
-            MAX_PROGRAMS,
-        )
-
-    def row(self, case: str) -> str:
-        """The line of the table."""
-        return COLUMNS.format(
-            case,
-            self.kernel,
-            self.grid,
-            *map(
-                str,
-                (
-                    self.threads // 32,
-                    self.registers,
-                    self.spilled,
-                    self.shared,
-                    self.programs_per_sm,
-                    self.num_wgmma,
-                    self.num_mma,
-                    self.num_async_loads,
-                ),
-            ),
-        )
+def row(case: str, report: Report) -> str:
+    """The line of the table."""
+    numbers = (
+        report.threads // 32,
+        report.registers,
+        report.spilled,
+        report.shared,
+        report.programs_per_sm,
+        report.num_wgmma,
+        report.num_mma,
+        report.num_async_loads,
+    )
+    return COLUMNS.format(case, report.kernel, report.grid, *map(str, numbers))
 
 
 def compile_case(case: Case, folder: Path, ptxas: str) -> list[Report]:
     """Compiles a case, leaving the compiler's files in ``folder``."""
     program = deviceless.compile_for_h200(
-        case.fn,
+        jax.jit(case.fn, donate_argnums=case.donated),
         *case.args,
-        donate_argnums=case.donated,
-        compiler_options={
-            "xla_dump_to": str(folder),
-            "xla_dump_hlo_as_text": True,
-            "xla_dump_emitter_re": "ptx",
-        },
+        compiler_options=dump_options(folder),
     )
     memory = program.memory_analysis()
     shared, scratch = memory.alias_size_in_bytes, memory.temp_size_in_bytes
@@ -125,78 +86,37 @@ def compile_case(case: Case, folder: Path, ptxas: str) -> list[Report]:
     return list(read_dump(folder, case.kernels, ptxas))
 
 
-def read_dump(folder: Path, kernels: tuple[str, ...], ptxas: str) -> Iterator[Report]:
-    """Reads what the compiler left in ``folder`` about the kernels named."""
-    launch = re.compile(
-        r"kCustomKernel\s+\[[^\]]*\]\s+(\S+) grid: \[([\d, ]+)\] threads: \[(\d+)[^\]]*\]"
-        r"\s+shared_memory: (\d+)"
-    )
-    thunks = "".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
-    launches = {
-        m[1]: (m[2].replace(", ", "x"), int(m[3]), int(m[4])) for m in launch.finditer(thunks)
-    }
-    codes = {}
-    for path in folder.glob("*.ptx"):
-        entry = re.search(r"\.entry (\w+)", path.read_text())
-        if entry:
-            codes[entry[1]] = path
-    for kernel in kernels:
-        if kernel not in launches or kernel not in codes:
-            raise RuntimeError(f"the compiled program has no kernel {kernel!r}: {sorted(launches)}")
-        grid, threads, shared = launches[kernel]
-        registers, spilled = resources(codes[kernel], ptxas)
-        code = codes[kernel].read_text()
-        yield Report(
-            kernel=kernel,
-            grid=grid,
-            threads=threads,
-            shared=shared,
-            registers=registers,
-            spilled=spilled,
-            num_wgmma=len(re.findall(r"wgmma\.mma_async", code)),
-            num_mma=len(re.findall(r"\bmma\.sync", code)),
-            num_async_loads=len(re.findall(r"cp\.async\.c[ga]\.shared\.global.*?, 0x10", code)),
-        )
-
-
-def resources(code: Path, ptxas: str) -> tuple[int, int]:
-    """Registers a thread, and bytes spilled, of the one kernel in a PTX file."""
-    target = re.search(r"\.target\s+(sm_\w+)", code.read_text())
-    assert target is not None
-    command = [ptxas, "-v", f"--gpu-name={target[1]}", str(code), "-o", os.devnull]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    log = result.stdout + result.stderr
-    registers = re.search(r"Used (\d+) registers", log)
-    spilled = re.search(r"(\d+) bytes spill stores", log)
-    if result.returncode or registers is None or spilled is None:
-        raise RuntimeError(f"ptxas failed: {log.strip()}")
-    return int(registers[1]), int(spilled[1])
-
-
-def find_ptxas() -> str | None:
-    """The assembler of the toolkit or of the wheel nvidia-cuda-nvcc."""
-    wheels = [str(Path(p) / "nvidia/cu13/bin") for p in sys.path]
-    places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", *wheels])
-    return shutil.which("ptxas", path=places)
-
-
-def check(case: Case, folder: Path, ptxas: str) -> tuple[int, int]:
+def check_kernels(case: Case, folder: Path, ptxas: str) -> tuple[int, int]:
     """Compiles a case and prints its lines; returns how many kernels are good, and how many bad."""
     try:
-        reports = compile_case(case, folder / re.sub(r"\W+", "_", case.name), ptxas)
+        reports = compile_case(case, folder, ptxas)
     except Exception as error:  # whatever the compiler may raise is a line of the table
-        print(f"{case.name:34s} FAILED: {type(error).__name__}: {error}", flush=True)
+        print(f"{case.name:36s} FAILED: {type(error).__name__}: {error}", flush=True)
         return 0, 1
     for report in reports:
-        print(report.row(case.name), "SPILLS" if report.spilled else "", flush=True)
+        print(row(case.name, report), "SPILLS" if report.spilled else "", flush=True)
     num_bad = sum(report.spilled > 0 for report in reports)
     return len(reports) - num_bad, num_bad
+
+
+def check_step(
+    case: StepCase, folder: Path, ptxas: str, *, num_layers: int | None
+) -> tuple[int, int]:
+    """The same for a whole step, which counts as one."""
+    try:
+        report = compile_step(case, folder, ptxas, num_layers=num_layers)
+    except Exception as error:
+        print(f"{case.name:36s} FAILED: {type(error).__name__}: {error}", flush=True)
+        return 0, 1
+    print(report.row(case.name), "; ".join(report.problems), flush=True)
+    return (0, 1) if report.problems else (1, 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--filter", default="", help="only the cases whose name matches")
+    parser.add_argument("--layers", type=int, help="of the models of steps; unset: all of them")
     parser.add_argument("--dump", type=Path, help="keep the compiler's files in this folder")
     options = parser.parse_args(arguments)
     ptxas = find_ptxas()
@@ -208,15 +128,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     print(f"jax {jax.__version__}, for {deviceless.DEVICE}")
-    print(COLUMNS.format(*HEADER))
-    num_good, num_bad = 0, 0
     with tempfile.TemporaryDirectory() as scratch:
-        for case in cases():
-            if re.search(options.filter, case.name):
-                good, bad = check(case, options.dump or Path(scratch), ptxas)
-                num_good, num_bad = num_good + good, num_bad + bad
+        folder = options.dump or Path(scratch)
+        kernels = functools.partial(check_kernels, ptxas=ptxas)
+        steps = functools.partial(check_step, ptxas=ptxas, num_layers=options.layers)
+        counts = [
+            *run(kernels, cases(), options.filter, folder, COLUMNS.format(*HEADER)),
+            *run(steps, step_cases(), options.filter, folder, STEP_COLUMNS.format(*STEP_HEADER)),
+        ]
+    num_good, num_bad = (sum(each) for each in zip((0, 0), *counts, strict=True))
     print(f"{num_good} good, {num_bad} bad")
     return 1 if num_bad or not num_good else 0
+
+
+def run(
+    check: Callable[..., tuple[int, int]],
+    found: Iterable[Case | StepCase],
+    pattern: str,
+    folder: Path,
+    header: str,
+) -> list[tuple[int, int]]:
+    """Checks the cases whose name matches, under a header if there are any."""
+    chosen = [case for case in found if re.search(pattern, case.name)]
+    if chosen:
+        print(header)
+    return [check(case, folder / re.sub(r"\W+", "_", case.name)) for case in chosen]
 
 
 if __name__ == "__main__":

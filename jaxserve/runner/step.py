@@ -67,6 +67,10 @@ class Forward:
     best: jax.Array
 
 
+# The compiler takes a donated cache, which fills most of the memory, for several, and would compute
+# some of every layer twice to make room for them.
+COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+
 StepFn = Callable[[Any, StepState, Packed], tuple[StepState, Forward]]
 SampleFn = Callable[..., tuple[jax.Array, Sampled]]
 
@@ -82,7 +86,7 @@ def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend)
       attention: the kernels for the cache.
     """
 
-    @functools.partial(jax.jit, donate_argnums=1)
+    @functools.partial(jax.jit, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
     def step(params: Any, state: StepState, packed: Packed) -> tuple[StepState, Forward]:
         inputs: StepInputs = packed.unpack()
         known = inputs.sources < 0

@@ -78,13 +78,101 @@ def test_programs_of_a_multiprocessor_are_limited_by_what_runs_out_first(changes
     assert report(gate, **changes).programs_per_sm == programs
 
 
-@pytest.mark.skipif(not deviceless.is_available(), reason="needs the wheel jax-cuda13-plugin")
-def test_kernels_compile_for_a_gpu():
-    command = [sys.executable, str(SCRIPTS / "aot_check.py"), "--filter", "smollm2|fp8|norm 576"]
+def step_report(gate, **changes):
+    facts = {
+        "num_graphs": 1,
+        "num_in_graphs": 432,
+        "outside": (),
+        "num_kernels": 29,
+        "spilling": (),
+        "state_bytes": 1000,
+        "alias_bytes": 1000,
+        "temp_bytes": 20,
+        "copies": (),
+        "recomputed": (),
+    }
+    return importlib.import_module("aot_steps").StepReport(**facts | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_graphs": 2}, "2 graphs"),
+        ({"outside": ("kWhile while.3",)}, "outside of them ['kWhile while.3']"),
+        ({"spilling": ("paged_decode",)}, "registers spill in paged_decode"),
+        ({"alias_bytes": 500}, "500 of 1000 bytes are written in place"),
+        ({"copies": ("copy copy.7",)}, "the cache is copied: copy copy.7"),
+        ({"recomputed": ("fusion.1.remat",)}, "computed again: fusion.1.remat"),
+    ],
+)
+def test_a_step_that_is_not_what_it_should_be_is_a_failure(
+    changes, problem, gate, monkeypatch, capsys
+):
+    assert step_report(gate).problems == []
+    monkeypatch.setattr(gate, "compile_step", lambda *_, **__: step_report(gate, **changes))
+    assert gate.main(["--filter", "step smollm2-135m decode 8 rows"]) == 1
+    assert problem in capsys.readouterr().out
+
+
+def test_copies_of_the_cache_are_found_in_a_program(gate):
+    steps = importlib.import_module("aot_steps")
+    text = """
+ENTRY %main (k: bf16[4,64,2]) -> (bf16[4,64,2], f32[]) {
+  %k.1 = bf16[4,64,2]{2,1,0} parameter(0)
+  %wide = f32[512]{0} fusion(%k.1), kind=kLoop
+  %small = bf16[4,63,2]{2,1,0} copy(%k.1)
+  %kept = (bf16[4,64,2]{2,1,0}, bf16[8]{0}) custom-call(%k.1)
+  %copy.7 = bf16[4,64,2]{2,1,0} copy(%k.1)
+  ROOT %tuple = (bf16[4,64,2]{2,1,0}, f32[]) tuple(%copy.7, %small)
+}
+"""
+    assert steps.find_copies(text, (4, 64, 2)) == ("fusion wide", "copy copy.7")
+
+
+def test_graphs_are_counted(gate, tmp_path):
+    (tmp_path / "module.thunk_sequence_after_thunk_passes.txt").write_text(
+        "000: kCommandBuffer [source | next=012 (11)]\n"
+        "    001: kCopy         [source       | next=012 (11)] kCopy\n"
+        "    002: kCustomKernel [prev=001 (1) | sink         ] kv_write grid: [8, 1, 1]\n"
+        "003: kWhile        [prev=000 (1) | sink] while.3\n"
+    )
+    launches = importlib.import_module("aot_dump").read_launches(tmp_path)
+    assert (launches.num_graphs, launches.num_in_graphs) == (1, 2)
+    assert launches.outside == ("kWhile while.3",)
+
+
+def run_gate(*arguments: str) -> str:
+    """What the gate prints, run as a command."""
+    command = [sys.executable, str(SCRIPTS / "aot_check.py"), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == 2:
         pytest.skip(result.stderr.strip())
     assert result.returncode == 0, result.stdout + result.stderr
-    for kernel in ("paged_decode", "paged_decode_merge", "ragged_attention", "kv_write"):
-        assert f" {kernel} " in result.stdout
     assert " 0 bad" in result.stdout
+    return result.stdout
+
+
+needs_compiler = pytest.mark.skipif(
+    not deviceless.is_available(), reason="needs the wheel jax-cuda13-plugin"
+)
+
+
+@needs_compiler
+def test_kernels_compile_for_a_gpu():
+    table = run_gate("--filter", "^(decode|ragged|write|norm).*(smollm2|fp8|576)")
+    for kernel in ("paged_decode", "paged_decode_merge", "ragged_attention", "kv_write"):
+        assert f" {kernel} " in table
+
+
+@needs_compiler
+def test_a_step_is_one_graph_that_writes_the_cache_in_place():
+    table = run_gate("--layers", "3", "--filter", "^step .*(decode 8|8192 tokens)")
+    lines = [line for line in table.splitlines() if line.startswith("step ")][1:]
+    assert len(lines) == 4
+    for line in lines:
+        graphs, _, outside, _, spilling, state, alias, _, copies, again = line.split("rows")[
+            1
+        ].split()
+        assert (graphs, outside, spilling, copies, again) == ("1", "0", "0", "0", "0")
+        assert state == alias
+        assert int(state) > 99 * 10**9

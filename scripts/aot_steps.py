@@ -1,0 +1,209 @@
+"""Compiles whole steps of an engine for an H200, without one: cases, and what must hold of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from aot_dump import dump_options, find_kernels, read_launches, resources
+from gpu.models import BLOCK_SIZE, abstract_cache, abstract_params, backend_for, spec_of
+
+from jaxserve.config import Device
+from jaxserve.core.plan import StepPlan
+from jaxserve.runner.batch import BatchBuilder
+from jaxserve.runner.buckets import NARROW_TABLE, Bucket
+from jaxserve.runner.kv_cache import bytes_per_token
+from jaxserve.runner.packing import pack
+from jaxserve.runner.step import StepState, make_step
+from pallas_kernels import deviceless
+
+DEVICE = Device("gpu", deviceless.DEVICE, 0, True, compute_capability=(9, 0), num_cores=132)
+DTYPE = "bfloat16"
+MAX_NUM_SEQS = 256
+# As on that device, where the cache takes what the weights leave: how the compiler goes about
+# memory depends on it.
+CACHE_BYTES = 100 * 10**9
+
+STEP_COLUMNS = "{:36s} {:>6s} {:>7s} {:>7s} {:>8s} {:>5s} {:>13s} {:>13s} {:>11s} {:>6s} {:>5s}"
+STEP_HEADER = (
+    "step",
+    "graphs",
+    "in them",
+    "outside",
+    "kernels",
+    "spill",
+    "state bytes",
+    "alias bytes",
+    "temp bytes",
+    "copies",
+    "again",
+)
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A bucket of an engine that serves a model of `gpu.models.CONFIGS`."""
+
+    model: str
+    num_tokens: int
+    num_rows: int
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        kind = "decode" if self.num_tokens == self.num_rows else f"{self.num_tokens} tokens,"
+        return f"step {self.model} {kind} {self.num_rows} rows"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What became of a step.
+
+    Attributes:
+      num_graphs: CUDA graphs that the host starts.
+      num_in_graphs: operations in them.
+      outside: operations that the host starts one by one.
+      num_kernels: different kernels of the program, the compiler's own included.
+      spilling: names of the kernels that keep registers in memory.
+      state_bytes: the KV cache and the last tokens, which are donated.
+      alias_bytes: of the results that take over the memory of arguments.
+      temp_bytes: what the program needs besides arguments and results.
+      copies: instructions that make something of the size of a cache, other than in place.
+      recomputed: instructions that the compiler runs again to save memory.
+    """
+
+    num_graphs: int
+    num_in_graphs: int
+    outside: tuple[str, ...]
+    num_kernels: int
+    spilling: tuple[str, ...]
+    state_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    copies: tuple[str, ...]
+    recomputed: tuple[str, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """What must not be, in words."""
+        found = []
+        if self.num_graphs != 1 or self.outside:
+            found.append(f"{self.num_graphs} graphs, outside of them {list(self.outside)}")
+        if self.spilling:
+            found.append(f"registers spill in {', '.join(self.spilling)}")
+        if self.alias_bytes != self.state_bytes:
+            found.append(f"{self.alias_bytes} of {self.state_bytes} bytes are written in place")
+        if self.copies:
+            found.append(f"the cache is copied: {'; '.join(self.copies)}")
+        if self.recomputed:
+            found.append(f"computed again: {', '.join(self.recomputed)}")
+        return found
+
+    def row(self, case: str) -> str:
+        """The line of the table."""
+        numbers = (
+            self.num_graphs,
+            self.num_in_graphs,
+            len(self.outside),
+            self.num_kernels,
+            len(self.spilling),
+            self.state_bytes,
+            self.alias_bytes,
+            self.temp_bytes,
+            len(self.copies),
+            len(self.recomputed),
+        )
+        return STEP_COLUMNS.format(case, *map(str, numbers))
+
+
+def step_cases() -> Iterator[StepCase]:
+    """Decode with split contexts and without, and a mixed step, at the shapes of two models."""
+    for model in ("smollm2-135m", "llama-3.1-8b"):
+        yield StepCase(model, 8, 8)
+        yield StepCase(model, MAX_NUM_SEQS, MAX_NUM_SEQS)
+        yield StepCase(model, 8192, 8)
+
+
+def compile_step(
+    case: StepCase, folder: Path, ptxas: str, *, num_layers: int | None = None
+) -> StepReport:
+    """Compiles a step, leaving the compiler's files in ``folder``; nothing is allocated.
+
+    ``num_layers``: of the model; None for all of them.
+    """
+    spec = spec_of(case.model, num_layers=num_layers)
+    bind, params = abstract_params(spec, DTYPE)
+    per_block = BLOCK_SIZE * bytes_per_token(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=DTYPE,
+    )
+    num_blocks = CACHE_BYTES // per_block
+    kv = abstract_cache(spec, num_blocks=num_blocks, dtype=DTYPE)
+    last_tokens: Any = jax.ShapeDtypeStruct((MAX_NUM_SEQS,), "int32")
+    state = StepState(kv, last_tokens)
+    batch = BatchBuilder(
+        num_rows=MAX_NUM_SEQS,
+        table_width=NARROW_TABLE,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+    )
+    bucket = Bucket(case.num_tokens, case.num_rows, NARROW_TABLE)
+    inputs = batch.build(StepPlan(step_id=-1, scheduled=()), bucket, keep_tokens=True)
+    program = deviceless.compile_for_h200(
+        make_step(bind, backend_for("pallas_triton", spec, DEVICE, DTYPE)),
+        params,
+        state,
+        pack(inputs),
+        compiler_options=dump_options(folder),
+    )
+    return report_of(program, state, folder, ptxas)
+
+
+def report_of(
+    program: jax.stages.Compiled, state: StepState, folder: Path, ptxas: str
+) -> StepReport:
+    """Reads what the compiler made of a step with this state."""
+    launches = read_launches(folder)
+    codes = find_kernels(folder)
+    memory, text = program.memory_analysis(), program.as_text()
+    return StepReport(
+        num_graphs=launches.num_graphs,
+        num_in_graphs=launches.num_in_graphs,
+        outside=launches.outside,
+        num_kernels=len(codes),
+        spilling=tuple(name for name, code in codes.items() if resources(code, ptxas)[1]),
+        state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        copies=find_copies(text, state.kv.k.shape),
+        recomputed=tuple(re.findall(r"^\s+%?(\S+\.remat\S*) = ", text, re.MULTILINE)),
+    )
+
+
+def find_copies(text: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """The instructions of a compiled program that make an array with as many elements as a cache.
+
+    Not those that only name one (parameters, tuples, bitcasts) and not custom calls: what a kernel
+    does not write in place shows in the bytes of memory.
+
+    Args:
+      text: of the program, in HLO.
+      shape: of the cache.
+    """
+    size = math.prod(shape)
+    harmless = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call"}
+    found = []
+    for line in text.splitlines():
+        made = re.match(r"\s+(?:ROOT )?%?(\S+) = \(?\w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
+        if made is None or made[3] in harmless:
+            continue
+        if math.prod(map(int, made[2].split(","))) >= size:
+            found.append(f"{made[3]} {made[1]}")
+    return tuple(found)

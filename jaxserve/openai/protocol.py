@@ -283,8 +283,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 class FunctionDelta(msgspec.Struct, omit_defaults=True, gc=False):
     """More of a call: its name at first, then pieces of its arguments."""
 
-    arguments: str
     name: str | None = None
+    arguments: str = msgspec.field(default_factory=str)  # there also if it is empty
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True, gc=False):
@@ -293,7 +293,7 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True, gc=False):
     index: int
     id: str | None = None
     type: str | None = None
-    function: FunctionDelta = msgspec.field(default_factory=lambda: FunctionDelta(""))
+    function: FunctionDelta = msgspec.field(default_factory=FunctionDelta)
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True, gc=False):

@@ -52,7 +52,16 @@ class CacheConfig:
     block_size: int = setting(16, "tokens in a block")
     num_blocks: int | None = setting(None, "blocks in the pool; unset: what fits in memory")
     kv_cache_memory_mib: int | None = setting(None, "memory for the KV cache in MiB; unset: chosen")
-    memory_fraction: float = setting(0.9, "part of the accelerator's memory to use")
+    memory_fraction: float = setting(
+        0.9, "part of the accelerator's memory for weights and KV cache"
+    )
+
+    @property
+    def pool_fraction(self) -> float:
+        """Part of the accelerator's memory that jax takes: half of the rest is for running steps,
+        the other half is left to the driver and the compiler.
+        """
+        return (1 + self.memory_fraction) / 2
 
 
 @dataclass(frozen=True, slots=True)

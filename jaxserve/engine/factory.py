@@ -145,7 +145,8 @@ def _allocate(
     config: EngineConfig, spec: ModelSpec, dtype: str, phase: Phase
 ) -> tuple[Sizes, kv_cache.KVCache]:
     # Only now, since what is free for the cache is what the weights have left.
-    device = current_device(memory_fraction=config.cache.memory_fraction)
+    pool_part = config.cache.memory_fraction / config.cache.pool_fraction
+    device = current_device(pool_part=pool_part)
     shape = {
         "num_layers": spec.num_layers,
         "num_kv_heads": spec.num_kv_heads,

@@ -133,6 +133,8 @@ def child_environment(
     xla_flags = " ".join([*XLA_FLAGS, inherited.get("XLA_FLAGS", "")]).strip()
     return {
         **ENVIRONMENT,
+        # By itself jax takes three quarters of a GPU.
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{launch.config.cache.pool_fraction:.3f}",
         **inherited,
         **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
         **_own_device(launch, inherited),

@@ -13,10 +13,10 @@ from jaxserve.config import Device
 CPU_INFO = Path("/proc/cpuinfo")
 
 
-def current_device(*, memory_fraction: float = 1.0) -> Device:
+def current_device(*, pool_part: float = 1.0) -> Device:
     """The default device of jax.
 
-    ``free_bytes`` is what is left now; on an accelerator, of ``memory_fraction`` of its memory.
+    ``free_bytes`` is what is left now; on an accelerator, of ``pool_part`` of what jax has taken.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
@@ -24,7 +24,7 @@ def current_device(*, memory_fraction: float = 1.0) -> Device:
         has_native_bf16 = bool({"avx512_bf16", "amx_bf16"} & flags)
         return Device("cpu", name, psutil.virtual_memory().available, has_native_bf16)
     stats = device.memory_stats()
-    free = int(stats["bytes_limit"] * memory_fraction) - stats["bytes_in_use"]
+    free = int(stats["bytes_limit"] * pool_part) - stats["bytes_in_use"]
     return Device(
         "gpu",
         device.device_kind,

@@ -52,6 +52,12 @@ def test_the_front_s_own_variables_win(monkeypatch):
     assert env["XLA_FLAGS"] == "--xla_one=1 --xla_two=2 --xla_one=9"
 
 
+def test_jax_takes_the_memory_that_was_asked_for_and_half_of_the_rest():
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    assert child_environment(launch(), {}, [])[name] == "0.950"
+    assert child_environment(launch(), {name: "0.5"}, [])[name] == "0.5"
+
+
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 from jaxserve.runner import device
 from jaxserve.runner.device import current_device
 
@@ -32,3 +34,17 @@ def test_a_system_without_cpuinfo_still_has_a_name(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "CPU_INFO", tmp_path / "missing")
     found = current_device()
     assert (found.kind, found.has_native_bf16) == ("CPU", False)
+
+
+def test_the_memory_of_a_gpu_is_a_part_of_what_jax_has_taken(monkeypatch):
+    gpu = SimpleNamespace(
+        platform="gpu",
+        device_kind="NVIDIA H200",
+        compute_capability="9.0",
+        core_count=132,
+        memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 300},
+    )
+    monkeypatch.setattr(device.jax, "devices", lambda: [gpu])
+    found = current_device(pool_part=0.9)
+    assert (found.free_bytes, found.compute_capability, found.num_cores) == (600, (9, 0), 132)
+    assert current_device(pool_part=0.2).free_bytes == 0

@@ -8,9 +8,10 @@ import hashlib
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -63,6 +64,7 @@ class Frontend:
       defaults: what counts where a request leaves something unset.
       limits: how much to take on.
       chat_template: jinja source, instead of the tokenizer's own.
+      template_variables: for the template, where a request does not set them.
       tool_call_parser: the format in which the model writes calls, a key of
         `parsing.registry.TOOL_PARSERS`; "auto": what the chat template shows; "none": no format.
       reasoning_parser: likewise the kind of its think blocks, of `REASONING_PARSERS`.
@@ -80,6 +82,7 @@ class Frontend:
         defaults: GenerationDefaults | None = None,
         limits: Limits | None = None,
         chat_template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
@@ -90,6 +93,7 @@ class Frontend:
         self.defaults = defaults or GenerationDefaults()
         self.limits = limits or Limits()
         self.chat_template = chat_template or tokenizer.chat_template
+        self.template_variables = dict(template_variables or {})
         self.tool_call_parser, self.reasoning_parser = _parsers(
             self.chat_template or "", tool_call_parser, reasoning_parser
         )
@@ -112,6 +116,12 @@ class Frontend:
     def model_name(self) -> str:
         """The name that replies carry."""
         return self.model_names[0]
+
+    @functools.cached_property
+    def hides_think_tags(self) -> bool:
+        """Whether the tags of think blocks are special tokens, which texts do not show."""
+        names = set(map(self.tokenizer.token_text, self.tokenizer.special_ids))
+        return not names.isdisjoint(("<think>", "</think>"))
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless ``name`` is served here; None and "" mean any model."""
@@ -169,6 +179,7 @@ class Frontend:
         cache_salt: str = "",
         default_max_tokens: int | None = None,
         param: str = "prompt",
+        length_param: str = "max_tokens",
         parsers: Sequence[MessageParser] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Checks everything at once, and returns the deltas of all answers as they come.
@@ -185,6 +196,7 @@ class Frontend:
           cache_salt: only requests with the same one share what is cached of their prompts.
           default_max_tokens: length of an answer if none is asked for, as far as it fits.
           param: the field to name when a prompt is at fault.
+          length_param: the field to name when the length that was asked for is at fault.
           parsers: one for each answer, if answers are to be parsed.
 
         Raises:
@@ -204,7 +216,10 @@ class Frontend:
         base = f"{request_id}-{uuid.uuid4().hex[:12]}"
         answers: list[Answer] = []
         for prompt_ids in prompts:
-            max_tokens = self._max_tokens(prompt_ids, params.max_tokens, default_max_tokens, param)
+            self._check_prompt(prompt_ids, params.max_tokens, param, length_param)
+            room = self.max_model_len - len(prompt_ids)
+            unasked = room if default_max_tokens is None else min(default_max_tokens, room)
+            max_tokens = unasked if params.max_tokens is None else params.max_tokens
             for sample in range(params.n):
                 index = len(answers)
                 answers.append(
@@ -257,27 +272,23 @@ class Frontend:
             longest = max(answer.record.num_generated for answer in answers)
             self.metrics.max_generation_tokens.observe(longest)
 
-    def _max_tokens(
-        self, prompt_ids: list[int], asked: int | None, default: int | None, param: str
-    ) -> int:
-        """How long the answer to a prompt may be; raises if the prompt is not one to run."""
+    def _check_prompt(
+        self, prompt_ids: list[int], max_tokens: int | None, param: str, length_param: str
+    ) -> None:
+        """Raises if a prompt is not one to run."""
         ready = self.engine.ready
         try:
             check_length(
                 len(prompt_ids),
-                asked,
+                max_tokens,
                 max_model_len=ready.max_model_len,
                 num_blocks=ready.num_blocks,
                 block_size=ready.block_size,
             )
         except InvalidRequestError as error:
-            field = param if error.param == "prompt" else error.param
+            field = param if error.param == "prompt" else length_param
             raise type(error)(error.message, param=field) from error
         check_ids(prompt_ids, self.vocab_size, param=param)
-        if asked is not None:
-            return asked
-        room = self.max_model_len - len(prompt_ids)
-        return room if default is None else min(default, room)
 
     def _answer_params(
         self, params: SamplingParams, sample: int, max_tokens: int

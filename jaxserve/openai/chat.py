@@ -12,7 +12,7 @@ from jaxserve.openai.constraints import constrained
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.openai.messages import MessageBuilder, MessageForm
-from jaxserve.openai.params import chat_params, check_fields
+from jaxserve.openai.params import chat_params, check_fields, length_field
 from jaxserve.openai.prompts import content_text, encode_prompts, render_prompt
 from jaxserve.openai.protocol import (
     ChatChoice,
@@ -41,7 +41,8 @@ async def prepare(frontend: Frontend, request: ChatRequest, *, request_id: str =
     params = chat_params(request, frontend.defaults)
     use = read_tools(request, frontend)
     params = await constrained(frontend, request, params, use)
-    if use.definitions:  # the marks of some formats are special tokens
+    thinks_aloud = frontend.reasoning_parser is not None and frontend.hides_think_tags
+    if use.definitions or thinks_aloud:  # the marks of some formats are special tokens
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     text = await render_prompt(frontend, _with_effort(request), tools=use.definitions)
     # The template writes the special tokens itself.
@@ -65,6 +66,7 @@ async def prepare(frontend: Frontend, request: ChatRequest, *, request_id: str =
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         param="messages",
+        length_param=length_field(request),
         parsers=form.parsers,
     )
     return Job.start(

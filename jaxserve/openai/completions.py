@@ -11,7 +11,7 @@ from jaxserve.frontend import Frontend
 from jaxserve.openai.constraints import constrained
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import CompletionScores, extend, prompt_logprobs
-from jaxserve.openai.params import asked_tokens, check_fields, completion_params
+from jaxserve.openai.params import asked_tokens, check_fields, completion_params, length_field
 from jaxserve.openai.prompts import Prompt, completion_prompts, encode_prompts
 from jaxserve.openai.protocol import Completion, CompletionChoice, CompletionRequest
 from jaxserve.streams import Delta
@@ -41,6 +41,7 @@ async def prepare(frontend: Frontend, request: CompletionRequest, *, request_id:
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         default_max_tokens=DEFAULT_MAX_TOKENS,
+        length_param=length_field(request),
     )
     if asked_tokens(request) == 0:
         deltas = _without_answer(deltas)

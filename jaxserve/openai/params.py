@@ -113,6 +113,11 @@ def asked_tokens(request: GenerationRequest) -> int | None:
     return request.max_tokens if asked is None else asked
 
 
+def length_field(request: GenerationRequest) -> str:
+    """The field in which it was asked for."""
+    return "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+
+
 def _params(
     request: GenerationRequest,
     defaults: GenerationDefaults,
@@ -130,8 +135,7 @@ def _params(
     if request.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(request.allowed_token_ids)
     values["max_tokens"] = asked_tokens(request)
-    if request.max_completion_tokens is not None:
-        renamed = renamed | {"max_tokens": "max_completion_tokens"}
+    renamed = renamed | {"max_tokens": length_field(request)}
     try:
         return SamplingParams(**values | overrides)
     except InvalidRequestError as error:

@@ -1,0 +1,113 @@
+"""Several answers to one prompt."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from jaxserve.sampling_params import MAX_N
+from jaxserve.testing.api_client import CHAT, COMPLETIONS
+from jaxserve.testing.scripted_checkpoint import EOS, EOS_ID
+
+BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+
+
+@pytest.fixture(scope="module")
+def server(serve, rand):
+    return serve(rand)
+
+
+def body(path, text, **more):
+    if path == CHAT:
+        return {"messages": [{"role": "user", "content": text}], **more}
+    return {"prompt": text, **more}
+
+
+def texts_of(reply):
+    return [
+        choice["text"] if "text" in choice else choice["message"]["content"]
+        for choice in reply.json()["choices"]
+    ]
+
+
+@BOTH
+def test_js_105_answers_do_not_mix(server, path) -> None:
+    sampled = {"n": 4, "temperature": 1.2, "max_tokens": 12, "return_token_ids": True}
+    one, other = (body(path, text, seed=seed, **sampled) for text, seed in (("a", 5), ("b", 6)))
+    first = server.post(path, one)
+    assert [choice["index"] for choice in first.json()["choices"]] == [0, 1, 2, 3]
+    texts = texts_of(first)
+    assert len(set(texts)) == 4
+    tokens = sum(len(choice["token_ids"]) for choice in first.json()["choices"])
+    assert first.json()["usage"]["completion_tokens"] == tokens
+    second = texts_of(server.post(path, other))
+    assert second != texts
+    # 16 answers at once, where 4 can run.
+    with ThreadPoolExecutor() as pool:
+        whole = [pool.submit(server.post, path, request) for request in (one, other)]
+        streams = [pool.submit(server.stream, path, request) for request in (one, other)]
+    for future, expected in zip(whole, (texts, second), strict=True):
+        assert texts_of(future.result()) == expected
+    for future, expected in zip(streams, (texts, second), strict=True):
+        assert [future.result().text(i) for i in range(4)] == expected
+
+
+@BOTH
+def test_js_106_leaving_ends_every_answer(server, path) -> None:
+    def num_aborted():
+        return server.metric("request_success_total", finished_reason="abort")
+
+    request = body(path, "a", n=3, ignore_eos=True, max_tokens=200, stream=True)
+    before = num_aborted()
+    # The model is quick: the answers may be at their end before the server hears of the leaving.
+    while num_aborted() < before + 3:
+        before = num_aborted()
+        with (
+            httpx.Client(base_url=server.url) as client,
+            client.stream("POST", path, json=request) as reply,
+        ):
+            lines = reply.iter_lines()
+            for _ in range(3):
+                assert next(lines).startswith("data: ")
+                next(lines)
+        server.until_idle(within_s=10)
+        assert server.frontend.num_in_flight == 0
+    server.good_request()
+
+
+@BOTH
+def test_js_107_many_answers(server, path) -> None:
+    for n in (MAX_N + 1, 512, 10**9, 2**70, 0, -1, 1.5, True, "2", [2]):
+        error = server.refused(path, body(path, "a", n=n, max_tokens=2))
+        assert error["param"] == "n"
+        if type(n) is int and n > 0 and n < 2**63:
+            assert str(MAX_N) in error["message"]
+    reply = server.post(path, body(path, "a", n=MAX_N, max_tokens=2, ignore_eos=True))
+    assert len(reply.json()["choices"]) == MAX_N
+    assert reply.json()["usage"]["completion_tokens"] == 2 * MAX_N
+    server.until_idle()
+
+
+@BOTH
+def test_js_108_each_answer_has_its_own_reason(serve, script, path) -> None:
+    """At each token the answer ends with a probability of about 0.1."""
+    server = serve(script(on=["x"], options={"sharpness": 0.1}))
+    (x,) = server.tokenizer.encode("x")
+    chances = {"temperature": 1, "seed": 3, "allowed_token_ids": [x, EOS_ID], "n": 8}
+    request = body(path, "<on>", **chances, max_tokens=12, return_token_ids=True)
+    choices = server.post(path, request).json()["choices"]
+    streamed = server.stream(path, request)
+    for choice in choices:
+        ids = choice["token_ids"]
+        assert choice["finish_reason"] == ("stop" if ids[-1] == EOS_ID else "length")
+        assert len(ids) == 12 or ids[-1] == EOS_ID
+        assert streamed.finish_reason(choice["index"]) == choice["finish_reason"]
+    assert {choice["finish_reason"] for choice in choices} == {"stop", "length"}
+    assert len({len(choice["token_ids"]) for choice in choices}) > 3
+
+
+def test_js_108_of_several_prompts_too(serve, script) -> None:
+    server = serve(script(short=["a", "b", EOS], long=["1", "2", "3", "4", "5", "6", "7"]))
+    reply = server.complete(["<short>", "<long>", "<short>"], n=2, max_tokens=4)
+    reasons = [choice["finish_reason"] for choice in reply["choices"]]
+    assert reasons == ["stop", "stop", "length", "length", "stop", "stop"]

@@ -147,6 +147,7 @@ def make_frontend(
         defaults=model.defaults,
         limits=Limits(max_in_flight=api.max_queue),
         chat_template=chat_template,
+        template_variables=settings.template_variables,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
     )

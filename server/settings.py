@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxserve.client import FACTORY
 from jaxserve.config import MIB, setting
-from jaxserve.errors import ConfigError
-from jaxserve.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
+from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.openai.prompts import check_variables
+from jaxserve.parsing.registry import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    reasoning_parser,
+    tool_parser,
+)
 
 
 def _names(parsers: Mapping[str, str]) -> str:
@@ -69,6 +76,9 @@ class ServerSettings:
     chat_template: str | None = setting(
         None, "file with a jinja chat template; unset: the model's own"
     )
+    default_chat_template_kwargs: str = setting(
+        "", "JSON object of variables for the chat template, such as '{\"enable_thinking\": false}'"
+    )
     tool_call_parser: str = setting(
         "auto", f"form of the model's tool calls: {_names(TOOL_PARSERS)}"
     )
@@ -86,3 +96,25 @@ class ServerSettings:
     engine_factory: str = setting(
         FACTORY, "module:function that builds an engine; for tests and extensions"
     )
+
+    def __post_init__(self) -> None:
+        # Here, so that it is found before a model is loaded.
+        if self.tool_call_parser not in ("auto", "none"):
+            tool_parser(self.tool_call_parser)
+        if self.reasoning_parser not in ("auto", "none"):
+            reasoning_parser(self.reasoning_parser)
+        _ = self.template_variables
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """``default_chat_template_kwargs``, read. Raises ConfigError."""
+        text = self.default_chat_template_kwargs
+        try:
+            variables = dict(json.loads(text or "{}"))
+            check_variables(variables)
+        except (TypeError, ValueError, InvalidRequestError) as error:
+            raise ConfigError(
+                "--default-chat-template-kwargs must be a JSON object of variables that the "
+                f"template has for itself, got {text[:200]!r}"
+            ) from error
+        return variables

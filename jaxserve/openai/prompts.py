@@ -107,6 +107,15 @@ async def encode_prompts(
     return [prompt[-keep:] for prompt in ids]
 
 
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError if variables for a template are not for others to set."""
+    reserved = sorted(RESERVED_TEMPLATE_NAMES & variables.keys())
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs cannot set {', '.join(reserved)}", param="chat_template_kwargs"
+        )
+
+
 async def render_prompt(
     frontend: Frontend, request: ChatPrompt, *, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
@@ -121,12 +130,8 @@ async def render_prompt(
             "--chat-template FILE"
         )
     messages = _messages(request.messages, frontend.chat_template)
-    extra = request.chat_template_kwargs or {}
-    reserved = sorted(RESERVED_TEMPLATE_NAMES & extra.keys())
-    if reserved:
-        raise InvalidRequestError(
-            f"chat_template_kwargs cannot set {', '.join(reserved)}", param="chat_template_kwargs"
-        )
+    extra = {**frontend.template_variables, **(request.chat_template_kwargs or {})}
+    check_variables(extra)
     continues = bool(request.continue_final_message)
     adds_prompt = request.add_generation_prompt
     if continues and adds_prompt:

@@ -475,6 +475,14 @@ async def test_variables_for_the_template() -> None:
     assert await rendered(frontend, body) == "mhigh1"
 
 
+async def test_variables_of_the_server_give_way_to_the_request() -> None:
+    variables = {"mode": "server", "other": 1}
+    template = "{{ mode }}{{ other }}"
+    frontend = scripted_frontend("hello", chat_template=template, template_variables=variables)
+    assert await rendered(frontend, {}) == "server1"
+    assert await rendered(frontend, {"chat_template_kwargs": {"mode": "own"}}) == "own1"
+
+
 async def test_a_template_that_refuses_or_is_missing() -> None:
     template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(InvalidRequestError, match="System role not supported"):

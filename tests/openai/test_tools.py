@@ -14,6 +14,7 @@ from jaxserve.frontend import Frontend
 from jaxserve.openai import chat
 from jaxserve.openai.protocol import ChatRequest, decode
 from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.tokenizer import Pieces
 
 TEMPLATE = (
     "{% if tools %}tools{% for t in tools %}:{{ t.function.name }}{% endfor %} <tool_call>\n"
@@ -227,6 +228,18 @@ async def test_reasoning_has_two_names_and_can_be_left_out(kwargs) -> None:
     assert tokens.params.stop == ()
     choice = await ask(frontend, {"chat_template_kwargs": kwargs, "include_reasoning": False})
     assert choice["message"].keys() == {"content", "role", "refusal", "tool_calls"}
+
+
+async def test_tags_that_are_special_tokens_are_seen() -> None:
+    frontend = make("<think>hello</think>world")
+    think = [frontend.tokenizer.encode(tag)[0] for tag in ("<think>", "</think>")]
+    frontend.tokenizer.special_ids |= set(think)
+    frontend.tokenizer._visible = Pieces(
+        frontend.tokenizer.token_bytes, frontend.tokenizer.special_ids
+    )
+    choice = await ask(frontend, {"tools": None})
+    assert choice["message"]["reasoning"] == "hello"
+    assert choice["message"]["content"] == "world"
 
 
 async def test_reasoning_may_be_all_there_is() -> None:

@@ -1,0 +1,36 @@
+"""Settings that are impossible are found before a model is loaded."""
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from server.settings import ApiSettings, ServerSettings
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tool_call_parser", "nope"),
+        ("reasoning_parser", "nope"),
+        ("default_chat_template_kwargs", "{"),
+        ("default_chat_template_kwargs", "[1]"),
+        ("default_chat_template_kwargs", '{"messages": []}'),
+    ],
+)
+def test_server_settings(field, value) -> None:
+    with pytest.raises(ConfigError):
+        ServerSettings(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_queue", 0), ("max_body_mib", 0), ("body_timeout", 0), ("api_key", ("",))],
+)
+def test_api_settings(field, value) -> None:
+    with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
+        ApiSettings(**{field: value})
+
+
+def test_variables_for_the_template_are_read() -> None:
+    settings = ServerSettings(default_chat_template_kwargs='{"enable_thinking": false}')
+    assert settings.template_variables == {"enable_thinking": False}
+    assert ServerSettings().template_variables == {}

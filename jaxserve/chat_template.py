@@ -22,6 +22,7 @@ from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from jaxserve import template_content
 from jaxserve.errors import InvalidRequestError
 
 MAX_OUTPUT_CHARS = 16_000_000
@@ -52,7 +53,8 @@ def render_chat(
 
     Args:
       template: jinja source.
-      messages: plain JSON values; those with ``content`` null or missing get an empty text.
+      messages: plain JSON values; those with ``content`` null or missing get an empty text. A
+        template that goes over the parts of a content gets texts as lists of one part.
       add_generation_prompt: end with the beginning of the assistant's answer.
       tools: function descriptions, as plain JSON values.
       special_tokens: ``bos_token`` and so on; missing ones render as nothing.
@@ -62,12 +64,12 @@ def render_chat(
       InvalidRequestError: the template refused the messages, in its own words, or failed.
     """
     try:
-        compiled = _compile(template)
+        compiled, wants_parts = _compile(template)
         chunks = compiled.generate(
             {
                 **variables,
                 **special_tokens,
-                "messages": [_fill(message) for message in messages],
+                "messages": [_fill(message, wants_parts) for message in messages],
                 "tools": None if tools is None else list(tools),
                 "documents": variables.get("documents"),
                 "add_generation_prompt": add_generation_prompt,
@@ -87,14 +89,16 @@ def _refusal(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, param="messages")
 
 
-def _fill(message: Mapping[str, Any]) -> dict[str, Any]:
+def _fill(message: Mapping[str, Any], wants_parts: bool) -> dict[str, Any]:
     """A message as templates expect it.
 
     Nulls are left out, as templates would show them as the text "None". Reasoning has had several
     names; templates read the first, and those of gpt-oss the second.
     """
     filled = {key: value for key, value in message.items() if value is not None}
-    filled.setdefault("content", "")
+    content = filled.setdefault("content", "")
+    if wants_parts and isinstance(content, str):
+        filled["content"] = [{"type": "text", "text": content}]
     reasoning = next((filled[name] for name in REASONING_NAMES if name in filled), None)
     if reasoning is not None:
         filled = {"thinking": reasoning, **filled, "reasoning_content": reasoning}
@@ -115,7 +119,8 @@ def _check_length(length: int) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
+def _compile(template: str) -> tuple[jinja2.Template, bool]:
+    """The program, and whether it wants the content of messages as parts."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -124,7 +129,8 @@ def _compile(template: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _Namespace
-    return environment.from_string(template)
+    wants_parts = template_content.wants_parts(environment.parse(template))
+    return environment.from_string(template), wants_parts
 
 
 class _Environment(ImmutableSandboxedEnvironment):

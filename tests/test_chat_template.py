@@ -309,3 +309,24 @@ def test_variables_override_nothing() -> None:
 
 def test_strftime_now() -> None:
     assert render("{{ strftime_now('%Y') }}") in {str(datetime.now().year + i) for i in (-1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[0].content }}", "hi"),
+        ("{% for p in messages[0].content %}<{{ p.text }}>{% endfor %}", "<hi>"),
+        ("{% for p in messages[0]['content'] | list %}<{{ p.text }}>{% endfor %}", "<hi>"),
+        ("{% set c = messages[0].content %}{% for p in c %}<{{ p.text }}>{% endfor %}", "<hi>"),
+        (
+            "{% set c = messages[0].content %}{% if c is string %}{{ c }}{% else %}"
+            "{% for p in c %}<{{ p.text }}>{% endfor %}{% endif %}",
+            "hi",
+        ),
+        ("{% for c in ['x'] %}{{ messages[0].content + c }}{% endfor %}", "hix"),
+    ],
+)
+def test_texts_are_lists_of_parts_for_templates_that_want_them(source: str, expected: str) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    options = {"add_generation_prompt": False, "special_tokens": {}}
+    assert render_chat(source, messages, **options) == expected

@@ -1,0 +1,77 @@
+"""The engine with each attention backend: same tokens, and no where the kernels cannot serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig, SchedulerConfig
+from jaxserve.engine.factory import build
+from jaxserve.errors import ConfigError
+from jaxserve.messages import Submit
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing.tiny import tiny_config, write_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def compile_quickly() -> Iterator[None]:
+    """Interpreted kernels are large programs that run a few times."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def config_of(model: Path, backend: str, **cache: int) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(model), max_model_len=64, dtype="float32"),
+        cache=CacheConfig(**{"num_blocks": 20, "block_size": 4} | cache),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=12),
+        compile=CompileConfig(attention_backend=backend, warmup=False, compilation_cache_dir=""),
+    )
+
+
+def generate(config: EngineConfig) -> dict[str, list[int]]:
+    """Six greedy tokens for three prompts: chunked, decoded together with chunks, and waiting."""
+    core = build(config, 0, lambda _: None).core
+    tokens: dict[str, list[int]] = {"long": [], "short": [], "late": []}
+    for name, prompt in {"long": list(range(5, 36)), "short": [7], "late": [300, 4, 9]}.items():
+        core.add(Submit(name, prompt, SamplingParams(temperature=0, max_tokens=6, seed=0)))
+    now = 0.0
+    while core.has_work:
+        for output in core.step(now):
+            tokens[output.request_id] += output.token_ids
+        now += 1.0
+    return tokens
+
+
+def test_greedy_tokens_are_those_of_plain_attention(tmp_path):
+    model = write_checkpoint(tmp_path / "tiny")
+    expected = generate(config_of(model, "xla"))
+    assert [len(tokens) for tokens in expected.values()] == [6, 6, 6]
+    assert len({token for tokens in expected.values() for token in tokens}) > 6
+    assert generate(config_of(model, "pallas_triton")) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "message"),
+    [
+        ({"head_dim": 24}, {}, "head_dim 24 is not supported: expected one of 16, 32, 64, 80"),
+        ({}, {"block_size": 24}, "block_size 24 is not supported: expected one of 4, 8, 16"),
+        (
+            {"num_attention_heads": 129, "num_key_value_heads": 1},
+            {},
+            "at most 128 query heads may share a key head, got 129",
+        ),
+    ],
+)
+def test_what_the_kernels_cannot_serve_is_refused_before_anything_is_loaded(
+    model, cache, message, tmp_path
+):
+    tensors = {"not_a_weight": np.zeros(1, np.float32)}
+    folder = write_checkpoint(tmp_path / "tiny", tiny_config(**model), tensors)
+    with pytest.raises(ConfigError, match=f"pallas_triton cannot serve this: {message}"):
+        build(config_of(folder, "pallas_triton", **cache), 0, lambda _: None)

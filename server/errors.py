@@ -57,7 +57,7 @@ def on_http_error(request: Request, error: Exception) -> Response:
     """Answers errors of the HTTP layer: no such path, wrong method, body too large..."""
     assert isinstance(error, HTTPException)
     message = error.detail
-    if error.status_code == 404:
+    if error.status_code == 404 and "endpoint" not in request.scope:  # no route fits
         message = _no_such_path(request)
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")

@@ -1,5 +1,6 @@
-"""POST /v1/responses."""
+"""POST /v1/responses, and what there would be if responses were stored."""
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,4 +21,12 @@ async def create(request: Request) -> Response:
     return await reply_whole(request, responses.complete(job))
 
 
-routes = [Route("/v1/responses", create, methods=["POST"])]
+async def show(request: Request) -> Response:
+    """There is nothing to show, to cancel or to delete: nothing is stored."""
+    raise HTTPException(404, "this server stores no responses")
+
+
+routes = [
+    Route("/v1/responses", create, methods=["POST"]),
+    Route("/v1/responses/{response_id:path}", show, methods=["GET", "POST", "DELETE"]),
+]

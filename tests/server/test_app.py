@@ -67,6 +67,9 @@ async def test_responses_are_answered_and_framed_as_named_events(call, frontend)
             assert name == f"event: {json.loads(data[6:])['type']}"
             assert data.startswith("data: {")
         assert events[-1].startswith("event: response.completed")
+        for method, path in (("GET", "r"), ("POST", "r/cancel"), ("DELETE", "r")):
+            reply = await client.request(method, f"/v1/responses/{path}")
+            assert "stores no responses" in check_error(reply, 404)
         frontend.engine.fail_after = 0
         failed = await client.post("/v1/responses", json={"input": "hello", "stream": True})
         check_error(failed, 503)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ class FolderCheckpoint:
 
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.path = path
-        self.name = name or path.resolve().name
+        # That of a link and not of where it leads, which may be a hash, and may change.
+        self.name = name or Path(os.path.abspath(path)).name
         self.config = read_json(path / "config.json")
         quantization = self.config.get("quantization_config")
         if quantization:

@@ -33,7 +33,7 @@ PROMPT_LENGTH = 40
 
 def tiny(family: str = "Llama", *, rope: dict[str, Any] | None = None, **keys: Any) -> dict:
     rope = {"rope_type": "default", "rope_theta": 10000.0, **(rope or {})}
-    sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 3, "max_position_embeddings": 128}
+    sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "max_position_embeddings": 128}
     return tiny_config(f"{family}ForCausalLM", **{**sizes, "rope_parameters": rope, **keys})
 
 

@@ -19,13 +19,16 @@ own: give it a checkpoint of its own. After a refusal `ApiClient.refused` sends 
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from jaxserve.bench.server_process import ServerProcess
+from jaxserve.engine_protocol import Engine
+from jaxserve.messages import RequestOutput
 from jaxserve.testing.api_client import ApiClient
 from jaxserve.testing.scripted_checkpoint import write_scripted
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
@@ -49,6 +52,36 @@ class Server(ApiClient):
         self.thread = thread
         self.frontend = thread.frontend
         self.tokenizer = thread.frontend.tokenizer
+
+    def one_token_at_a_time(self) -> "Server":
+        """Has the front get every token by itself. Tokens that it is too slow for are merged."""
+        if not isinstance(self.frontend.engine, OneByOne):
+            self.frontend.engine = OneByOne(self.frontend.engine)
+        return self
+
+
+class OneByOne:
+    """An engine whose outputs have one token each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        async with contextlib.aclosing(self._engine.generate(*args, **options)) as outputs:
+            async for output in outputs:
+                last = max(len(output.token_ids) - 1, 0)
+                for i in range(last + 1):
+                    yield msgspec.structs.replace(
+                        output,
+                        token_ids=output.token_ids[i : i + 1],
+                        logprobs=output.logprobs and output.logprobs[i : i + 1],
+                        prompt_logprobs=output.prompt_logprobs if i == 0 else None,
+                        finish_reason=output.finish_reason if i == last else None,
+                        stop_reason=output.stop_reason if i == last else None,
+                    )
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ def server(serve, script):
             border=["O", "P", "Q", "R", "S"],
             three=["one", "two", EOS],
         )
-    )
+    ).one_token_at_a_time()
 
 
 def ask(server, path, start, **more):
@@ -98,13 +98,16 @@ def test_js_026_only_what_may_begin_a_stop_text_is_held(server, path) -> None:
         request["messages"] = [{"role": "user", "content": "<numbers>"}]
     else:
         request["prompt"] = "<numbers>"
-    shown, ids = "", []
+    shown, ids, num_pieces = "", [], 0
     for choice in server.stream(path, request).choices():
-        shown += choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "")
+        piece = choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "")
+        shown += piece
+        num_pieces += bool(piece)
         ids += choice.get("token_ids") or []
         # With every piece, all text is there that its tokens make.
         assert shown == server.tokenizer.decode(ids)
     assert shown == "".join(NUMBERS[:20])
+    assert num_pieces == 20
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

@@ -37,7 +37,7 @@ class Streamed:
         """Reads a body that must be framed exactly as the API frames it."""
         assert raw.endswith(b"\n\n"), raw[-100:]
         events = raw.removesuffix(b"\n\n").split(b"\n\n")
-        assert all(event.startswith(b"data: ") for event in events), raw
+        assert all(e.startswith(b"data: ") and b"\n" not in e for e in events), raw
         data = [event.removeprefix(b"data: ") for event in events]
         done = data[-1] == b"[DONE]"
         return cls(headers, raw, [json.loads(d) for d in data[: len(data) - done]], done)

@@ -10,7 +10,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from jaxserve.messages import FinishReason, RequestOutput
-from jaxserve.testing.api_client import CHAT, COMPLETIONS
+from jaxserve.testing.api_client import CHAT, COMPLETIONS, Streamed
 from jaxserve.testing.scripted_checkpoint import EOS, SPM_EOS
 
 BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -253,11 +253,12 @@ def failing(server, monkeypatch, request):
     return fail
 
 
+@pytest.mark.parametrize("n", [1, 2])
 @BOTH
-def test_js_016_a_failure_after_the_headers_is_told(server, failing, path) -> None:
+def test_js_016_a_failure_after_the_headers_is_told(server, failing, path, n) -> None:
     failing(after=3)
     with ThreadPoolExecutor() as pool:
-        x = pool.submit(server.stream, path, body(path, "long", max_tokens=9))
+        x = pool.submit(server.stream, path, body(path, "long", max_tokens=9, n=n))
         y = pool.submit(server.stream, path, body(path, "held", **HOLDING))
     *chunks, error = x.result().chunks
     assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"]].count(None) == len(
@@ -301,18 +302,29 @@ def test_js_017_errors_are_the_same_with_and_without_a_stream(server, serve, scr
 @BOTH
 def test_js_018_a_failure_before_the_first_token_is_told(server, failing, path, n) -> None:
     failing(after=0)
-    request = body(path, "long", max_tokens=9, n=n)
+    check_failure(server, path, body(path, "long", max_tokens=9, n=n))
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_js_018_one_of_several_prompts_fails(server, failing, after) -> None:
+    failing(after=after)
+    check_failure(server, COMPLETIONS, {"prompt": ["<held>", "<long>", "<ab>"], "max_tokens": 9})
+
+
+def check_failure(server, path, request):
+    """A reply, and the end of a stream, that say that something has gone wrong."""
     whole = server.post(path, request)
     assert whole.status_code == 500
     assert whole.json()["error"]["message"]
     streamed = server.post(path, {**request, "stream": True})
     if streamed.status_code == 200:
-        assert b'"error"' in streamed.content
-        assert b"finish_reason" not in streamed.content.replace(b'"finish_reason":null', b"")
+        *_, error = Streamed.parse(streamed.headers, streamed.content).chunks
     else:
         assert streamed.status_code == 500
-        assert streamed.json()["error"]["message"]
+        error = streamed.json()
+    assert error["error"]["message"]
     server.good_request()
+    server.until_idle()
 
 
 @BOTH

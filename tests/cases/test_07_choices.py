@@ -1,5 +1,6 @@
 """Several answers to one prompt."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -52,27 +53,38 @@ def test_js_105_answers_do_not_mix(server, path) -> None:
         assert [future.result().text(i) for i in range(4)] == expected
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_prompts", [1, 2])
 @BOTH
-def test_js_106_leaving_ends_every_answer(server, path) -> None:
+def test_js_106_leaving_ends_every_answer(server, path, num_prompts, stream) -> None:
     def num_aborted():
         return server.metric("request_success_total", finished_reason="abort")
 
-    request = body(path, "a", n=3, ignore_eos=True, max_tokens=200, stream=True)
+    text = "a" if path == CHAT else ["a"] * num_prompts
+    num_answers = 3 if path == CHAT else 3 * num_prompts
+    request = body(path, text, n=3, ignore_eos=True, max_tokens=200, stream=stream)
     before = num_aborted()
     # The model is quick: the answers may be at their end before the server hears of the leaving.
-    while num_aborted() < before + 3:
+    while num_aborted() < before + num_answers:
         before = num_aborted()
-        with (
-            httpx.Client(base_url=server.url) as client,
-            client.stream("POST", path, json=request) as reply,
-        ):
-            lines = reply.iter_lines()
-            for _ in range(3):
-                assert next(lines).startswith("data: ")
-                next(lines)
+        with httpx.Client(base_url=server.url) as client:
+            if stream:
+                read_three(client, path, request)
+            else:
+                with contextlib.suppress(httpx.ReadTimeout):
+                    client.post(path, json=request, timeout=0.05)
         server.until_idle(within_s=10)
         assert server.frontend.num_in_flight == 0
     server.good_request()
+
+
+def read_three(client, path, request):
+    """Reads three events of a stream and leaves."""
+    with client.stream("POST", path, json=request) as reply:
+        lines = reply.iter_lines()
+        for _ in range(3):
+            assert next(lines).startswith("data: ")
+            next(lines)
 
 
 @BOTH

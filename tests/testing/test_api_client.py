@@ -1,0 +1,27 @@
+import httpx
+import pytest
+
+from jaxserve.testing.api_client import Streamed
+
+CHUNK = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
+LAST = b'data: {"choices":[{"index":0,"text":"b","finish_reason":"stop"}]}\n\n'
+
+
+def test_a_stream_is_read() -> None:
+    streamed = Streamed.parse(httpx.Headers(), CHUNK + LAST + b"data: [DONE]\n\n")
+    assert streamed.done
+    assert streamed.deltas() == ["a", "b"]
+    assert streamed.text() == "ab"
+    assert streamed.finish_reason() == "stop"
+    assert not Streamed.parse(httpx.Headers(), CHUNK).done
+
+
+@pytest.mark.parametrize("raw", [CHUNK[:-1], b"event: x\n" + CHUNK, CHUNK + b"\n", b": ping\n\n"])
+def test_slips_of_framing_are_seen(raw) -> None:
+    with pytest.raises(AssertionError):
+        Streamed.parse(httpx.Headers(), raw)
+
+
+def test_two_ends_are_seen() -> None:
+    with pytest.raises(AssertionError):
+        Streamed.parse(httpx.Headers(), LAST + LAST).finish_reason()

@@ -138,8 +138,8 @@ def _to_delta(
     shown = token_ids
     if reason == FinishReason.STOP and not answer.params.include_stop_str_in_output:
         # The token that ended the answer is not part of its text. A grammar needs no such token.
-        if output.stop_reason is not None or token_ids[-1:] == [answer.eos_token_id]:
-            shown = token_ids[:-1]
+        has_end_token = output.stop_reason is not None or token_ids[-1:] == [answer.eos_token_id]
+        shown = token_ids[:-1] if has_end_token else token_ids
     step = detokenizer.push(shown, finished=reason is not None)
     finish_reason = None if reason is None else FinishReason(reason).name.lower()
     stop_reason = output.stop_reason

@@ -93,7 +93,11 @@ class StepPlan:
     @property
     def scoring(self) -> tuple[ScheduledRequest, ...]:
         """The parts with `ScheduledRequest.num_prompt_targets`, in packing order."""
-        return tuple(part for part in self.scheduled if part.num_prompt_targets)
+        return tuple(
+            part
+            for part in self.scheduled
+            if part.params.prompt_logprobs is not None and part.num_prompt_targets
+        )
 
     @property
     def is_constrained(self) -> bool:

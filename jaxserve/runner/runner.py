@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -98,12 +99,8 @@ class ModelRunner:
                 self._sampling.admit(part)
         bucket = self.buckets.smallest_for(plan, self._block_size)
         features = self._sampling.features(plan.sampling)
-        before, start = self.num_compilations, time.perf_counter()
-        step = self._run(plan, bucket, features)
-        if self.num_compilations > before:
-            seconds = time.perf_counter() - start
-            logger.warning("compiled during a request (%.1f s): %s, %s", seconds, bucket, features)
-        return step
+        with self._logging_compilations(bucket, features):
+            return self._run(plan, bucket, features)
 
     def warm_up(self, on_program: Callable[[int, int, str], None]) -> None:
         """Compiles every bucket, and the common ways to sample, by running them without requests.
@@ -120,6 +117,15 @@ class ModelRunner:
             self._run(NO_REQUESTS, bucket, features).result()
         on_program(len(programs), len(programs), "")
 
+    @contextlib.contextmanager
+    def _logging_compilations(self, bucket: Bucket, features: SamplingFeatures) -> Iterator[None]:
+        """Says so if a program is compiled inside, since that holds everybody up."""
+        before, start = self.num_compilations, time.perf_counter()
+        yield
+        if self.num_compilations > before:
+            seconds = time.perf_counter() - start
+            logger.warning("compiled during a request (%.1f s): %s, %s", seconds, bucket, features)
+
     def _run(self, plan: StepPlan, bucket: Bucket, features: SamplingFeatures) -> StepInFlight:
         inputs = self._batch.build(plan, bucket, keep_tokens=features == GREEDY)
         self._state, forward = self._step(self._params, self._state, pack(inputs))
@@ -127,15 +133,19 @@ class ModelRunner:
         if features == GREEDY:
             return StepInFlight(plan, scores, Sampled(forward.best, None))
         rows = self._sampling.build(plan, bucket.num_rows, features)
-        sample = functools.partial(self._sample, plan, forward.logits, rows, features)
-        return StepInFlight(plan, scores, sample if plan.is_constrained else sample())
+        sample = functools.partial(self._sample, forward.logits, rows, features)
+        if not plan.is_constrained:
+            return StepInFlight(plan, scores, sample())
 
-    def _sample(
-        self, plan: StepPlan, logits: jax.Array, rows: SamplingRows, features: SamplingFeatures
-    ) -> Sampled:
-        """Starts the sampling of a step, the last one that was started."""
-        if plan.is_constrained:
+        def fill_masks_and_sample() -> Sampled:
             fill_masks(plan, rows)
+            with self._logging_compilations(bucket, features):
+                return sample()
+
+        return StepInFlight(plan, scores, fill_masks_and_sample)
+
+    def _sample(self, logits: jax.Array, rows: SamplingRows, features: SamplingFeatures) -> Sampled:
+        """Starts the sampling of a step, the last one that was started."""
         last_tokens, sampled = self._sample_step(
             logits, self._state.last_tokens, pack(rows), features=features
         )

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +40,7 @@ NEW_CPU = Device("cpu", "a newer CPU", 8 * GIB, has_native_bf16=True)
 GPU = Device("gpu", "a GPU", 80 * GIB, has_native_bf16=True)
 
 
-def write(folder: Path, tensors=None, *, num_shards=1, weights="float32", **changes) -> Path:
+def write(folder: Path, tensors=None, *, num_shards=1, weights="float32", **changes: Any) -> Path:
     """A checkpoint whose config.json is the usual one with ``changes``, which may be `ABSENT`."""
     tensors = random_tensors(tiny_config()) if tensors is None else tensors
     write_checkpoint(folder, tiny_config(dtype=weights), tensors, num_shards=num_shards)
@@ -368,17 +369,18 @@ def test_js_226_oddities(tmp_path: Path, sizes: dict, changes: dict, eps: float)
 
 @pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
 def test_js_226_biases_and_what_the_config_says_of_them(tmp_path: Path, key: str) -> None:
-    biased = random_tensors(tiny_config(**{key: True}))
+    has_bias: dict[str, Any] = {key: True}
+    biased = random_tensors(tiny_config(**has_bias))
     plain = random_tensors(tiny_config())
     (bias, *_) = sorted(biased.keys() - plain.keys())
     assert_different(Reference(biased), Reference({n: t for n, t in biased.items() if n in plain}))
     with pytest.raises(CheckpointError, match=r"layers\.0.*bias"):
         logits_of(write(tmp_path / "a", biased), TEXT)
     with pytest.raises(CheckpointError, match=r"lacks model\.layers.*bias"):
-        logits_of(write(tmp_path / "b", plain, **{key: True}), TEXT)
+        logits_of(write(tmp_path / "b", plain, **has_bias), TEXT)
     del biased[bias]
     with pytest.raises(CheckpointError, match=f"lacks {bias}$"):
-        logits_of(write(tmp_path / "c", biased, **{key: True}), TEXT)
+        logits_of(write(tmp_path / "c", biased, **has_bias), TEXT)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,13 @@ import asyncio
 import dataclasses
 import logging
 import resource
+import signal
 import sys
 from collections.abc import Sequence
+
+if __name__ == "__main__":
+    # Until there is somebody to handle it, Ctrl-C ends the process at once and without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import uvloop
 

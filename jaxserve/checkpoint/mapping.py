@@ -6,6 +6,7 @@ anything is read, the exact set of names that its checkpoint has to have.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -155,7 +156,7 @@ def assemble(
             raise CheckpointError(f"the checkpoint has {name} more than once")
         missing[target].remove(name)
         if target not in buffers:
-            buffers[target] = np.empty(targets[target].shape, dtype)
+            buffers[target] = _empty(targets[target].shape, dtype)
         num_bytes = _copy(name, tensor, slots[name], buffers[target])
         # Nothing here may hold on to a complete parameter: it is about to be moved to the device.
         yield Placed(target, num_bytes, None if missing[target] else buffers.pop(target))
@@ -177,6 +178,15 @@ def _copy(name: str, tensor: np.ndarray, slot: Slot, buffer: np.ndarray) -> int:
         )
     buffer[slot.index] = value
     return value.size * buffer.itemsize
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that JAX can take over on a CPU without copying it, as its memory is aligned."""
+    alignment = 64
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + alignment, np.uint8)
+    start = -memory.ctypes.data % alignment
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _pieces(rule: Rule, target: Target) -> Iterator[tuple[str, slice, int]]:

@@ -55,7 +55,8 @@ def load_params(
     What the base model alone was saved as, without "model." before its names, is loaded too.
     Tensors beside the model, such as the state of an optimizer, are passed over with a warning.
 
-    At its peak this takes the weights once and the largest parameter a second time.
+    At its peak this takes the weights, the tensor that is being read and, on a device with memory
+    of its own, the parameter that is being moved there.
 
     Args:
       checkpoint: yields one tensor at a time.

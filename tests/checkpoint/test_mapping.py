@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -80,6 +81,11 @@ def test_a_parameter_is_given_out_as_soon_as_it_is_complete(tensors):
         ("layers.1.qkv.weight", 24, False),
         ("layers.1.qkv.weight", 12, True),
     ]
+
+
+def test_parameters_can_be_taken_over_without_a_copy(tensors):
+    for value in fill(tensors, STACKED).values():
+        assert jax.device_put(value).unsafe_buffer_pointer() == value.ctypes.data
 
 
 def test_wrong_shape_names_tensor_expected_and_got(tensors):

@@ -18,6 +18,8 @@ SHARED_BYTES = 233472
 THREADS = 2048
 MAX_PROGRAMS = 32
 RESERVED_SHARED_BYTES = 1024  # a program, on top of what it asks for
+# The file, among those that the compiler leaves, that lists the operations of a program in order.
+LISTING = "*.thunk_sequence_after_thunk_passes.txt"
 
 
 def dump_options(folder: Path) -> dict[str, Any]:
@@ -130,9 +132,8 @@ def find_ptxas() -> str | None:
     return shutil.which("ptxas", path=places)
 
 
-def read_launches(folder: Path) -> Launches:
-    """Reads how the operations of the one program in ``folder`` are started."""
-    (listing,) = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
+def read_launches(listing: Path) -> Launches:
+    """Reads how the operations of a program are started, from its list of them (`LISTING`)."""
     num_graphs, num_in_graphs, outside = 0, 0, []
     for line in listing.read_text().splitlines():
         operation = re.match(r"(\s*)\d+: (k\w+)\s+(?:\[[^\]]*\]\s*)?(.*)", line)

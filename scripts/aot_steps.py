@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from aot_dump import dump_options, find_kernels, read_launches, resources
+from aot_dump import LISTING, dump_options, find_kernels, read_launches, resources
 from gpu.models import BLOCK_SIZE, abstract_cache, abstract_params, backend_for, spec_of
 
 from jaxserve.config import Device
@@ -170,7 +170,8 @@ def report_of(
     program: jax.stages.Compiled, state: StepState, folder: Path, ptxas: str
 ) -> StepReport:
     """Reads what the compiler made of a step with this state."""
-    launches = read_launches(folder)
+    (listing,) = folder.glob(LISTING)
+    launches = read_launches(listing)
     codes = find_kernels(folder)
     memory, text = program.memory_analysis(), program.as_text()
     return StepReport(

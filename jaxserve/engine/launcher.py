@@ -133,13 +133,20 @@ def child_environment(
     xla_flags = " ".join([*XLA_FLAGS, inherited.get("XLA_FLAGS", "")]).strip()
     return {
         **ENVIRONMENT,
-        # By itself jax takes three quarters of a GPU.
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{launch.config.cache.pool_fraction:.3f}",
+        **_memory(launch, inherited),
         **inherited,
         **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
         **_own_device(launch, inherited),
         "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in module_path),
     }
+
+
+def _memory(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
+    """How much of a GPU jax takes, which by itself is three quarters; it refuses both names."""
+    names = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    if names & inherited.keys():
+        return {}
+    return {"XLA_CLIENT_MEM_FRACTION": f"{launch.config.cache.pool_fraction:.3f}"}
 
 
 def _own_device(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:

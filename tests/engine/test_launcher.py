@@ -53,9 +53,11 @@ def test_the_front_s_own_variables_win(monkeypatch):
 
 
 def test_jax_takes_the_memory_that_was_asked_for_and_half_of_the_rest():
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    assert child_environment(launch(), {}, [])[name] == "0.950"
-    assert child_environment(launch(), {name: "0.5"}, [])[name] == "0.5"
+    new, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    assert child_environment(launch(), {}, [])[new] == "0.950"
+    assert child_environment(launch(), {new: "0.5"}, [])[new] == "0.5"
+    env = child_environment(launch(), {old: "0.5"}, [])
+    assert (env[old], new in env) == ("0.5", False)
 
 
 @pytest.mark.parametrize(

@@ -1,79 +1,15 @@
-"""Attention problems with random inputs, and their solution in float64 by loops over numpy arrays.
-
-Whatever the kernels must not read is poison: NaN where the dtype has it, ids far out of range in
-the block tables.
-"""
+"""Fresh attention problems, see `pallas_kernels.problems`."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-NUM_LAYERS = 2
-LAYER = 1
-SPARE_BLOCKS = 3
-BAD_BLOCK = 10**6
-
-# Relative error of a row of the output: rounding of the inputs of two products and of the result.
-TOLERANCE = {"bfloat16": 1.5e-2, "float16": 2e-3, "float32": 1e-5}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a problem looks like; contexts and chunks have an entry for each request."""
-
-    contexts: Sequence[int]
-    chunks: Sequence[int]
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 64
-    block_size: int = 16
-    dtype: str = "bfloat16"
-    cache_dtype: str | None = None
-    window: int | None = None
-    soft_cap: float | None = None
-    num_padding: int = 0
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The arguments of a call, and the right answer."""
-
-    shape: Shape
-    q: np.ndarray
-    k_cache: np.ndarray
-    v_cache: np.ndarray
-    block_tables: np.ndarray
-    seq_lens: np.ndarray
-    query_start: np.ndarray
-    k_scale: np.ndarray | None
-    v_scale: np.ndarray | None
-    expected: np.ndarray
-
-    @property
-    def options(self) -> dict:
-        """The keyword arguments of the call."""
-        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
-        return {
-            "scale": self.shape.head_dim**-0.5,
-            "window": self.shape.window,
-            "soft_cap": self.shape.soft_cap,
-        } | {name: s for name, s in scales.items() if s is not None}
-
-    def check(self, out: object) -> None:
-        """Fails unless every row of the output is right, padding included."""
-        result = np.asarray(out).astype(np.float64)
-        assert result.shape == self.expected.shape
-        error = np.linalg.norm(result - self.expected, axis=-1)
-        size = np.linalg.norm(self.expected, axis=-1)
-        worst = np.max(error / np.where(size == 0.0, 1.0, size))
-        assert worst < TOLERANCE[self.shape.dtype], f"relative error {worst:.2e}"
+from pallas_kernels import problems
 
 
 @pytest.fixture(autouse=True)
@@ -93,102 +29,12 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
-def make_problem(rng: np.random.Generator) -> Callable[[Shape], Problem]:
+def make_problem(rng: np.random.Generator) -> Callable[[problems.Shape], problems.Problem]:
     """Draws a problem of a shape."""
-    return lambda shape: _make_problem(rng, shape)
+    return lambda shape: problems.make_problem(rng, shape)
 
 
 @pytest.fixture
-def shape() -> type[Shape]:
-    """The class of shapes: test modules cannot import this file."""
-    return Shape
-
-
-def _make_problem(rng: np.random.Generator, shape: Shape) -> Problem:
-    cache = _Cache(rng, shape)
-    num_tokens = sum(shape.chunks) + shape.num_padding
-    q = rng.standard_normal((num_tokens, shape.num_heads, shape.head_dim))
-    q = q.astype(jnp.dtype(shape.dtype))
-    q[sum(shape.chunks) :] = np.nan
-    expected = np.zeros(q.shape, np.float64)
-    token = 0
-    for request, (context, chunk) in enumerate(zip(shape.contexts, shape.chunks, strict=True)):
-        first = context - chunk if shape.window is None else context - chunk - shape.window + 1
-        keys, values = cache.fill(request, first_visible=max(0, first) if shape.window else 0)
-        for position in range(context - chunk, context):
-            if position >= 0:
-                expected[token] = _attend(q[token], keys, values, position, shape)
-            token += 1
-    return Problem(
-        shape=shape,
-        q=q,
-        k_cache=cache.k,
-        v_cache=cache.v,
-        block_tables=cache.tables,
-        seq_lens=np.array(shape.contexts, np.int32),
-        query_start=np.cumsum([0, *shape.chunks], dtype=np.int32),
-        k_scale=cache.k_scale,
-        v_scale=cache.v_scale,
-        expected=expected,
-    )
-
-
-class _Cache:
-    """A paged cache full of poison, into which requests are put one by one."""
-
-    def __init__(self, rng: np.random.Generator, shape: Shape) -> None:
-        dtype = jnp.dtype(shape.cache_dtype or shape.dtype)
-        lengths = [-(-context // shape.block_size) for context in shape.contexts]
-        num_blocks = sum(lengths) + SPARE_BLOCKS
-        dims = (shape.block_size, shape.num_kv_heads, shape.head_dim)
-        poison = 127 if dtype == np.int8 else np.nan
-        self.rng, self.shape = rng, shape
-        self.k = np.full((NUM_LAYERS, num_blocks, *dims), poison, dtype)
-        self.v = self.k.copy()
-        self.k_scale = self.v_scale = None
-        if dtype.itemsize == 1:
-            self.k_scale, self.v_scale = (
-                rng.uniform(0.5, 1.5, (NUM_LAYERS, shape.num_kv_heads)).astype(np.float32)
-                / (50.0 if dtype == np.int8 else 1.0)
-                for _ in range(2)
-            )
-        self.tables = np.full((len(lengths), max(lengths) + 1), BAD_BLOCK, np.int32)
-        blocks = 1 + rng.permutation(num_blocks - 1)  # block 0, where masked reads point, is poison
-        for request, length in enumerate(lengths):
-            self.tables[request, :length], blocks = blocks[:length], blocks[length:]
-
-    def fill(self, request: int, *, first_visible: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draws the keys and values of a request, from the first position that anyone may read.
-
-        Returns both as float64 [context, num_kv_heads, head_dim].
-        """
-        context = self.shape.contexts[request]
-        filled = []
-        for cache, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
-            rows = self.rng.standard_normal((context, *cache.shape[3:]))
-            if scale is not None:
-                rows /= scale[LAYER][:, None]
-            rows = (np.round(rows) if cache.dtype == np.int8 else rows).astype(cache.dtype)
-            for position in range(first_visible, context):
-                block = self.tables[request, position // self.shape.block_size]
-                cache[LAYER, block, position % self.shape.block_size] = rows[position]
-            exact = rows.astype(np.float64)
-            filled.append(exact if scale is None else exact * scale[LAYER][:, None].astype(float))
-        return filled[0], filled[1]
-
-
-def _attend(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, shape: Shape
-) -> np.ndarray:
-    """Attention of the query heads [num_heads, head_dim] at one position, in float64."""
-    out = np.zeros(q.shape, np.float64)
-    first = 0 if shape.window is None else max(0, position - shape.window + 1)
-    for head in range(shape.num_heads):
-        kv_head = head * shape.num_kv_heads // shape.num_heads
-        scores = keys[first : position + 1, kv_head] @ q[head].astype(np.float64)
-        scores *= shape.head_dim**-0.5
-        if shape.soft_cap is not None:
-            scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
-        weights = np.exp(scores - scores.max())
-        out[head] = weights @ values[first : position + 1, kv_head] / weights.sum()
-    return out
+def shape() -> type[problems.Shape]:
+    """The class of shapes."""
+    return problems.Shape

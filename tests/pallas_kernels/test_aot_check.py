@@ -130,13 +130,14 @@ ENTRY %main (k: bf16[4,64,2]) -> (bf16[4,64,2], f32[]) {
 
 
 def test_graphs_are_counted(gate, tmp_path):
-    (tmp_path / "module.thunk_sequence_after_thunk_passes.txt").write_text(
+    listing = tmp_path / "listing.txt"
+    listing.write_text(
         "000: kCommandBuffer [source | next=012 (11)]\n"
         "    001: kCopy         [source       | next=012 (11)] kCopy\n"
         "    002: kCustomKernel [prev=001 (1) | sink         ] kv_write grid: [8, 1, 1]\n"
         "003: kWhile        [prev=000 (1) | sink] while.3\n"
     )
-    launches = importlib.import_module("aot_dump").read_launches(tmp_path)
+    launches = importlib.import_module("aot_dump").read_launches(listing)
     assert (launches.num_graphs, launches.num_in_graphs) == (1, 2)
     assert launches.outside == ("kWhile while.3",)
 

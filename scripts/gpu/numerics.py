@@ -1,0 +1,130 @@
+"""Every kernel against float64, on fresh random inputs, with poison wherever it must not look.
+
+What interpreted kernels cannot show is the point of running this on a device: there an index that
+is out of range reaches other memory, uninitialised outputs hold what was there before (NaN, here),
+and programs run at the same time.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gpu.options import Options
+from gpu.report import Report
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.problems import LAYER, TOLERANCE, Shape, make_problem
+from pallas_kernels.ragged_attention import ragged_attention
+
+# The models' heads, then every option somewhere.
+HEADS: dict[str, dict[str, Any]] = {
+    "llama-8b 32/8x128": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    "smollm2 9/3x64": {"num_heads": 9, "num_kv_heads": 3},
+    "group 7, window": {"num_heads": 28, "num_kv_heads": 4, "head_dim": 128, "window": 100},
+    "256, window, cap": {"num_heads": 8, "head_dim": 256, "window": 33, "soft_cap": 20.0},
+    "96, block 32, f16": {"num_heads": 4, "head_dim": 96, "block_size": 32, "dtype": "float16"},
+    "80, block 64": {"num_heads": 8, "num_kv_heads": 8, "head_dim": 80, "block_size": 64},
+    "one key head, group 71": {"num_heads": 71, "num_kv_heads": 1},
+    "f32": {"num_heads": 8, "head_dim": 128, "dtype": "float32"},
+    "fp8 cache": {"num_heads": 32, "num_kv_heads": 8, "cache_dtype": "float8_e4m3fn"},
+    "int8 cache": {"num_heads": 16, "num_kv_heads": 1, "head_dim": 128, "cache_dtype": "int8"},
+}
+TINY_HEADS = ("smollm2 9/3x64", "int8 cache")
+CONTEXTS = (0, 1, 15, 16, 17, 700, 63, 64, 65, 1024)
+CHUNKS = (0, 1, 15, 1, 9, 300, 63, 30, 1, 256)
+FULL_TABLE = {"num_spare_columns": 0}
+
+
+def run(options: Options, report: Report) -> None:
+    """Checks every kernel."""
+    seed = secrets.randbits(32)
+    rng = np.random.default_rng(seed)
+    report.add("seed of the inputs", seed=seed)
+    interpret = jax.default_backend() == "cpu"
+    contexts, chunks = CONTEXTS, CHUNKS
+    if options.tiny:
+        contexts, chunks = (0, 1, 17, 40), (0, 1, 9, 20)
+    for name, heads in HEADS.items():
+        if options.tiny and name not in TINY_HEADS:
+            continue
+        # The last context fills its line of the table, which ends where the table does.
+        decode = Shape(contexts, [1] * len(contexts), **heads, **FULL_TABLE)
+        _attention(report, f"decode {name}", rng, decode, interpret)
+        ragged = Shape(contexts, chunks, **heads, **FULL_TABLE, num_padding=7)
+        _attention(report, f"ragged {name}", rng, ragged, interpret)
+    for dtype in ("bfloat16", "float32"):
+        _write(report, rng, dtype, interpret)
+        _norm(report, rng, dtype, interpret)
+
+
+def _attention(
+    report: Report, what: str, rng: np.random.Generator, shape: Shape, interpret: bool
+) -> None:
+    problem = make_problem(rng, shape)
+    arrays = [problem.q, problem.k_cache, problem.v_cache, problem.block_tables, problem.seq_lens]
+    kernel: Callable[..., jax.Array] = paged_decode
+    if what.startswith("ragged"):
+        kernel = ragged_attention
+        arrays.append(problem.query_start)
+    on_device = [jnp.asarray(array) for array in arrays]
+    _poison(problem.q.nbytes * 64)
+    out = kernel(*on_device, LAYER, **problem.options, interpret=interpret)
+    error = problem.error(out)
+    report.add(what, problem=_beyond(error, TOLERANCE[shape.dtype]), error=error)
+
+
+def _write(report: Report, rng: np.random.Generator, dtype: str, interpret: bool) -> None:
+    """Writes to the first layer: a slot that is not masked off lands in the second one."""
+    caches = rng.standard_normal((2, 2, 9, 16, 3, 64)).astype(jnp.dtype(dtype))
+    num_slots = 9 * 16
+    slots = rng.permutation(num_slots)[:50].astype(np.int32)
+    slots[[3, 17, 40]] = num_slots, -1, num_slots
+    rows = rng.standard_normal((2, len(slots), 3, 64)).astype(jnp.dtype(dtype))
+    written = kv_write(*map(jnp.asarray, (*caches, *rows, slots)), 0, interpret=interpret)
+    num_wrong = 0
+    for cache, new, result in zip(caches, rows, written, strict=True):
+        for row, slot in zip(new, slots, strict=True):
+            if 0 <= slot < num_slots:
+                cache[0, slot // 16, slot % 16] = row
+        num_wrong += int(np.sum(np.asarray(result) != cache))
+    problem = f"{num_wrong} elements of the cache are wrong" if num_wrong else ""
+    report.add(f"write {dtype}", problem=problem, wrong=num_wrong)
+
+
+def _norm(report: Report, rng: np.random.Generator, dtype: str, interpret: bool) -> None:
+    x, residual = rng.standard_normal((2, 37, 576)).astype(jnp.dtype(dtype))
+    weight = rng.standard_normal(576).astype(jnp.dtype(dtype))
+    _poison(x.nbytes * 64)
+    out, total = add_rms_norm(
+        *map(jnp.asarray, (x, residual, weight)), eps=1e-5, interpret=interpret
+    )
+    right_total = x.astype(np.float64) + residual.astype(np.float64)
+    # The kernel normalises the sum as it was rounded.
+    exact = np.asarray(total).astype(np.float64)
+    right = exact / np.sqrt(np.mean(exact**2, -1, keepdims=True) + 1e-5) * weight.astype(np.float64)
+    # Not max, which may pass over NaN.
+    error = float(np.max([_relative_error(total, right_total), _relative_error(out, right)]))
+    report.add(f"norm {dtype}", problem=_beyond(error, TOLERANCE[dtype]), error=error)
+
+
+def _relative_error(result: jax.Array, right: np.ndarray) -> float:
+    difference = np.asarray(result).astype(np.float64) - right
+    return float(np.max(np.linalg.norm(difference, axis=-1) / np.linalg.norm(right, axis=-1)))
+
+
+def _beyond(error: float, limit: float) -> str:
+    """What to say of an error, which may be NaN."""
+    return "" if error < limit else f"relative error {error:.2e}, at most {limit:.1e}"
+
+
+def _poison(num_bytes: int) -> None:
+    """Fills memory with NaN and gives it back, so that outputs are made of it."""
+    filled = [jnp.full(num_bytes // 8, jnp.nan, jnp.float32) for _ in range(2)]
+    jax.block_until_ready(filled)

@@ -1,0 +1,60 @@
+"""What the parts of the check find out: lines in a file as they come, and a table at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class Skipped(Exception):
+    """A part cannot be run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, its figures, and what was wrong with it, if anything."""
+
+    what: str
+    values: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def row(self) -> str:
+        """The line of the table."""
+        figures = "  ".join(f"{name} {_short(value)}" for name, value in self.values.items())
+        return f"{self.what:44s} {figures}" + (f"  FAILED: {self.problem}" * bool(self.problem))
+
+
+class Report:
+    """Findings, each of which is in the file as soon as it is known."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.touch()
+
+    def add(self, what: str, *, problem: str = "", **values: Any) -> None:
+        """Adds a line."""
+        finding = Finding(what, values, problem)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(finding)) + "\n")
+        print(finding.row, flush=True)
+
+    def findings(self) -> list[Finding]:
+        """All lines so far."""
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        return [Finding(**json.loads(line)) for line in lines]
+
+
+def facts(findings: Iterable[Finding]) -> dict[str, float]:
+    """The figures of the parts before this one, by name."""
+    merged: dict[str, float] = {}
+    for finding in findings:
+        merged |= finding.values
+    return merged
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,19 @@
+"""What the compiler knows of this card, for compiling for it on a machine that has none."""
+
+from __future__ import annotations
+
+import jax
+from jax._src.lib import xla_client
+
+from gpu.options import Options
+from gpu.report import Report, Skipped
+
+
+def run(options: Options, report: Report) -> None:
+    """Writes the description to a file, in the form that `pallas_kernels.deviceless` holds."""
+    if jax.default_backend() == "cpu":
+        raise Skipped("there is no GPU")
+    topology = xla_client.get_topology_for_devices(jax.devices())
+    path = options.folder / "target_config.txt"
+    path.write_text(str(topology.target_config), encoding="utf-8")
+    report.add("target config", file=str(path))

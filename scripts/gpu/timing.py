@@ -1,0 +1,37 @@
+"""How long a device takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+ROUNDS = 3
+ROUND_S = 0.08
+
+
+def seconds(fn: Callable[..., Any], *args: Any) -> float:
+    """Seconds that the device takes for one call, when the calls come one after the other.
+
+    The first call, which may compile, does not count. The best of a few rounds does: whatever
+    disturbs a round only makes it longer.
+
+    Args:
+      fn: jitted; does not donate.
+      args: on the device.
+    """
+    jax.block_until_ready(fn(*args))
+    once = _round(fn, args, 1)
+    calls = max(1, min(1000, int(ROUND_S / once)))
+    return min(_round(fn, args, calls) for _ in range(ROUNDS))
+
+
+def _round(fn: Callable[..., Any], args: tuple[Any, ...], calls: int) -> float:
+    start = time.perf_counter()
+    result = None
+    for _ in range(calls):
+        result = fn(*args)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,28 @@ TOO_LARGE = (
 
 
 class HttpServer(uvicorn.Server):
-    """A server that leaves the signals to who runs it."""
+    """A server that leaves the signals to who runs it.
+
+    Args:
+      config: of uvicorn.
+      last_bytes_s: how many seconds, once it is to end, clients have to read their last bytes.
+    """
+
+    def __init__(self, config: uvicorn.Config, *, last_bytes_s: float) -> None:
+        super().__init__(config)
+        self._last_bytes_s = last_bytes_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends all connections; those whose clients do not read are cut off."""
+        timer = asyncio.get_running_loop().call_later(self._last_bytes_s, self._cut_off)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -212,8 +212,9 @@ def http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
             access_log=False,
             server_header=False,
             timeout_keep_alive=settings.keep_alive_timeout,
-            timeout_graceful_shutdown=LAST_BYTES_TIMEOUT_S,
-        )
+            timeout_graceful_shutdown=2 * LAST_BYTES_TIMEOUT_S,  # for work that nothing else ends
+        ),
+        last_bytes_s=LAST_BYTES_TIMEOUT_S,
     )
 
 

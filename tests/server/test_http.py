@@ -1,25 +1,27 @@
-"""Heads of requests that do not end: neither in bytes nor in time."""
+"""Heads of requests that do not end, in bytes or in time, and clients that do not read."""
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator
 
 import pytest
 import uvicorn
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.http import MAX_HEAD_BYTES, HttpProtocol, HttpServer
 
 
 @contextlib.asynccontextmanager
-async def serving(keep_alive_s: float) -> AsyncIterator[int]:
-    """Serves an empty reply to everything; gives the port."""
+async def serving(keep_alive_s: float, app: ASGIApp | None = None) -> AsyncIterator[int]:
+    """Serves an empty reply to everything, or an application; gives the port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         config = uvicorn.Config(
-            Response(),
+            app or Response(),
             http=HttpProtocol,
             ws="none",
             lifespan="off",
@@ -27,7 +29,7 @@ async def serving(keep_alive_s: float) -> AsyncIterator[int]:
             access_log=False,
             timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]
         )
-        server = HttpServer(config)
+        server = HttpServer(config, last_bytes_s=0.1)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield listener.getsockname()[1]
@@ -60,3 +62,26 @@ async def test_a_connection_serves_more_than_one_request() -> None:
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
         writer.close()
+
+
+async def test_a_client_that_does_not_read_is_cut_off_at_the_end(caplog) -> None:
+    ends: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def pour() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                await send({"type": "http.response.body", "body": b"x" * 2**20, "more_body": True})
+
+        await receive()
+        pouring = asyncio.create_task(pour())
+        ends.append((await receive())["type"])
+        pouring.cancel()
+
+    async with asyncio.timeout(20), serving(keep_alive_s=60, app=app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+    assert ends == ["http.disconnect"]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    writer.close()

@@ -32,9 +32,9 @@ class BatchRequest(msgspec.Struct, frozen=True):
     """A line of the input. ``body`` is as it stands in the file."""
 
     custom_id: str
+    method: str
     url: str
     body: msgspec.Raw
-    method: str = "POST"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +123,14 @@ class ResultFile:
 
     @classmethod
     def create(cls, path: Path, *, overwrite: bool) -> ResultFile:
-        """A new file.
+        """A new file. One that is empty, as a run leaves it whose model cannot be loaded, is none.
 
         Raises:
           ConfigError: there is one already, and it is not to be overwritten.
         """
+        is_free = overwrite or (path.is_file() and path.stat().st_size == 0)
         try:
-            return cls(path.open("wb" if overwrite else "xb"), frozenset())
+            return cls(path.open("wb" if is_free else "xb"), frozenset())
         except FileExistsError:
             raise ConfigError(
                 f"{path} exists already: --resume keeps its answers and goes on, --overwrite "

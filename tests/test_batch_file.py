@@ -10,7 +10,8 @@ from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError
 
 
 def line(custom_id: str, **extra) -> str:
-    return json.dumps({"custom_id": custom_id, "url": "/v1/completions", "body": {}, **extra})
+    request = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {}}
+    return json.dumps({**request, **extra})
 
 
 def read(tmp_path: Path, text: str | bytes) -> list[BatchRequest | BadLine]:
@@ -32,11 +33,12 @@ def test_requests_are_read_and_empty_lines_passed_over(tmp_path: Path) -> None:
     [
         ("not json", None, "line 2 of the input: the body is not valid JSON"),
         ('"text"', None, "line 2 of the input: body: Expected object"),
-        ('{"url": "/v1/completions", "body": {}}', None, "missing required field custom_id"),
+        ('{"method": "POST", "url": "u", "body": {}}', None, "missing required field custom_id"),
         ('{"custom_id": 5, "url": "u", "body": {}}', None, "custom_id: Expected str, got int"),
-        ('{"custom_id": "b", "body": {}}', "b", "missing required field url"),
-        ('{"custom_id": "b", "url": "u"}', "b", "missing required field body"),
-        ('{"custom_id": "b", "url": null, "body": {}}', "b", "url: Expected str"),
+        ('{"custom_id": "b", "url": "u", "body": {}}', "b", "missing required field method"),
+        ('{"custom_id": "b", "method": "POST", "body": {}}', "b", "missing required field url"),
+        ('{"custom_id": "b", "method": "POST", "url": "u"}', "b", "missing required field body"),
+        ('{"custom_id": "b", "method": "POST", "url": null, "body": {}}', "b", "url: Expected str"),
         (line("a"), "a", "line 2 of the input: its custom_id was used before, in line 1"),
         ("[" * 100_000, None, "line 2 of the input"),
     ],
@@ -97,6 +99,8 @@ def test_a_file_is_not_replaced_by_accident(tmp_path: Path) -> None:
     assert path.read_text() == "precious\n"
     ResultFile.create(path, overwrite=True).close()
     assert path.read_text() == ""
+    # An empty one can be replaced: there is nothing in it to lose.
+    ResultFile.create(path, overwrite=False).close()
 
 
 def test_resume_without_a_file_makes_one(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Reference:
             x = x + self._linear(gate / (1 + np.exp(-gate)) * up, name + "mlp.down_proj")
             layer += 1
         head = "model.embed_tokens.weight" if self.tied else "lm_head.weight"
-        return self._norm(x, "model.norm") @ self._tensor(head).T
+        return _product(self._norm(x, "model.norm"), self._tensor(head))
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """f64[T, V]: natural logarithms of the probabilities after each token."""
@@ -92,8 +92,13 @@ class Reference:
         return x / scale * self._tensor(name + ".weight")
 
     def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
-        y = x @ self._tensor(name + ".weight").T
+        y = _product(x, self._tensor(name + ".weight"))
         return y + self._tensor(name + ".bias") if name + ".bias" in self.tensors else y
 
     def _tensor(self, name: str) -> np.ndarray:
         return self.tensors[name].astype(np.float64)
+
+
+def _product(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """``x @ weight.T`` without a BLAS, whose threads wait for each other on a busy machine."""
+    return np.einsum("ti,oi->to", x, weight)

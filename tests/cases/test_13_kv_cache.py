@@ -272,29 +272,33 @@ def test_js_205_scores_of_prompts_after_preemption(small_pool, reference) -> Non
             assert len(logprobs["top_logprobs"]) == len(text)
 
 
-@pytest.mark.parametrize("budget", [8, 128])
-def test_js_206_prompts_in_chunks_of_every_size(serve, rand, reference, budget: int) -> None:
-    server = serve(rand, max_num_batched_tokens=budget)
-    prompts = [ids(100 + length, length) for length in (7, 8, 9, 63, 64, 65)]
-    for prompt in prompts:
-        (choice,) = answers(server, prompt, 4)
-        assert_right(reference, prompt, 4, choice)
-    for prompt, choice in zip(prompts, answers(server, prompts, 4), strict=True):
-        assert_right(reference, prompt, 4, choice)
-
-
-def test_js_206_a_long_prompt_does_not_hold_up_a_stream(serve, tmp_path_factory) -> None:
-    """It takes more than 30 steps, and the other request gets a token in each of them."""
+@pytest.fixture(scope="module")
+def long_server(serve, tmp_path_factory):
+    """The same model with a longer context, in steps of up to 128 tokens."""
     folder = tmp_path_factory.mktemp("long") / "long"
     config = tiny_config(max_position_embeddings=2048)
     write_checkpoint(folder, config, tokenizer=full_backend())
-    server = serve(folder, num_blocks=140, max_num_batched_tokens=64)
-    server.one_token_at_a_time()
+    return serve(folder, num_blocks=140, max_num_batched_tokens=128)
+
+
+def test_js_206_prompts_in_chunks_of_every_size(serve, rand, reference, long_server) -> None:
+    prompts = [ids(100 + length, length) for length in (7, 8, 9, 63, 64, 65)]
+    for server in (serve(rand, max_num_batched_tokens=8), long_server):
+        for prompt in prompts:
+            (choice,) = answers(server, prompt, 4)
+            assert_right(reference, prompt, 4, choice)
+        for prompt, choice in zip(prompts, answers(server, prompts, 4), strict=True):
+            assert_right(reference, prompt, 4, choice)
+
+
+def test_js_206_a_long_prompt_does_not_hold_up_a_stream(long_server) -> None:
+    """It takes 16 steps, and the other request gets a token in each of them."""
+    server = long_server.one_token_at_a_time()
     prompts = [ids(110, 8), ids(111, 2000)]
-    streamed = server.stream(COMPLETIONS, body(prompts, 20))
+    streamed = server.stream(COMPLETIONS, body(prompts, 12))
     order = [choice["index"] for chunk in streamed.chunks for choice in chunk["choices"]]
-    assert order == [0] * 20 + [1] * 20
-    alone = server.stream(COMPLETIONS, body(prompts[1], 20))
+    assert order == [0] * 12 + [1] * 12
+    alone = server.stream(COMPLETIONS, body(prompts[1], 12))
     assert joined(alone, 0)["ids"] == joined(streamed, 1)["ids"]
 
 

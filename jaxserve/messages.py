@@ -102,7 +102,9 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     ``stop_reason`` is the stop id that ended it, None for the end token and other reasons.
     ``logprobs`` has one entry a token when the request asked for them. ``prompt_logprobs`` come
     with the first token when the request asked for them: entry i is about token i of the prompt,
-    the first is None. ``scheduled_s`` is when the request first ran.
+    the first is None. ``embedding`` is the vector of a request with `SamplingParams.pooling`, not
+    normalised, in its only output, which has no token and the reason STOP. ``scheduled_s`` is when
+    the request first ran.
     """
 
     request_id: str
@@ -113,6 +115,7 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_cached_tokens: int = 0
     scheduled_s: float = 0.0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: list[float] | None = None
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):

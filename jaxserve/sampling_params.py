@@ -86,6 +86,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         one is not sampled after the others.
       grammar: what the text must look like, or None. It decides where the answer may end, and
         comes before ``min_tokens`` and ``bad_words_token_ids``.
+      pooling: generate nothing, but return one vector for the prompt: the final hidden state of its
+        last token, or the mean over all its tokens. None to generate.
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: keep the stop text that ended the answer.
 
@@ -113,6 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    pooling: Literal["last", "mean"] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 

@@ -69,6 +69,11 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
             return 0
         return max(0, min(self.num_tokens, self.num_prompt_tokens - 1 - self.start))
 
+    @property
+    def pools(self) -> bool:
+        """Whether the sum of hidden states over the part is asked for, or the one of its end."""
+        return self.params.pooling == "mean" or (self.params.pooling == "last" and self.samples)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -100,6 +105,13 @@ class StepPlan:
         )
 
     @property
+    def pooling(self) -> tuple[ScheduledRequest, ...]:
+        """The parts with `ScheduledRequest.pools`, in packing order."""
+        return tuple(
+            part for part in self.scheduled if part.params.pooling is not None and part.pools
+        )
+
+    @property
     def is_constrained(self) -> bool:
         """Whether a token that is sampled has to obey a constraint."""
         return any(part.constraint is not None and part.samples for part in self.scheduled)
@@ -111,12 +123,14 @@ class StepResult:
 
     ``logprobs`` has an entry per sampled token, None for the requests that did not ask; it is None
     if none asked. ``prompt_logprobs`` is aligned with ``plan.scoring`` and has an entry for each of
-    the part's `ScheduledRequest.num_prompt_targets`.
+    the part's `ScheduledRequest.num_prompt_targets`. ``pooled`` is aligned with ``plan.pooling``
+    and has a vector for each part: of its last token, or the sum over its tokens.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] | None = None
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
+    pooled: Sequence[Sequence[float]] = ()
 
 
 class StepHandle(Protocol):

@@ -46,6 +46,7 @@ class Request:
       constraint: what its output has to obey, or None.
       prompt_logprobs: what is known of those that were asked for, from the first token of the
         prompt on, whose entry is None; None if they were not asked for or have been handed over.
+      pooled: of a request with ``params.pooling``, the sum of hidden states so far.
     """
 
     id: str
@@ -66,6 +67,7 @@ class Request:
     scheduled_s: float | None = None
     constraint: Constraint | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    pooled: Sequence[float] = ()
 
     @classmethod
     def from_submit(
@@ -85,6 +87,8 @@ class Request:
         max_num_tokens = context_length
         if params.max_tokens is not None:
             max_num_tokens = min(context_length, num_prompt_tokens + params.max_tokens)
+        if params.pooling is not None:
+            max_num_tokens = num_prompt_tokens + 1
         return cls(
             id=submit.request_id,
             params=params,
@@ -143,3 +147,18 @@ class Request:
         if found is not None:
             self.params = msgspec.structs.replace(self.params, prompt_logprobs=None)
         return found
+
+    def add_pooled(self, start: int, vector: Sequence[float]) -> None:
+        """Takes what a step computed for the tokens from position ``start`` on.
+
+        After a preemption steps begin with the first token again.
+        """
+        if start == 0 or self.params.pooling == "last":
+            self.pooled = vector
+        else:
+            self.pooled = [a + b for a, b in zip(self.pooled, vector, strict=True)]
+
+    def embedding(self) -> list[float]:
+        """The vector that the request asked for, when its prompt has been computed."""
+        count = self.num_prompt_tokens if self.params.pooling == "mean" else 1
+        return [value / count for value in self.pooled]

@@ -16,7 +16,7 @@ from jaxserve.core.policy import POLICIES
 from jaxserve.core.request import Request, Status
 from jaxserve.core.step_draft import StepDraft
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.messages import RequestOutput, StepStats, Submit
+from jaxserve.messages import FinishReason, RequestOutput, StepStats, Submit
 
 
 class Scheduler:
@@ -145,13 +145,18 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Takes in the tokens that a step sampled; plans are updated in the order of their steps.
 
-        Returns one output for each token of a request that is still alive.
+        Returns one output for each token of a request that is still alive, and for each request
+        that wants no tokens but a vector and has it.
         """
         drafted = list(zip(self._under_way.pop(plan.step_id), plan.scheduled, strict=True))
         if result.prompt_logprobs:
             scoring = [pair for pair in drafted if pair[1].num_prompt_targets]
             for (request, part), entries in zip(scoring, result.prompt_logprobs, strict=True):
                 request.add_prompt_logprobs(part.start, entries)
+        if result.pooled:
+            pooling = [pair for pair in drafted if pair[1].pools]
+            for (request, part), vector in zip(pooling, result.pooled, strict=True):
+                request.add_pooled(part.start, vector)
         requests = [request for request, part in drafted if part.samples]
         assert len(requests) == len(result.token_ids)
         outputs = []
@@ -162,6 +167,9 @@ class Scheduler:
             if request.status is Status.FINISHED:
                 continue
             request.num_unknown_tokens -= 1
+            if request.params.pooling is not None:
+                outputs.append(self._finish_pooling(request))
+                continue
             finish_reason, stop_reason = request.append(token_id)
             prompt_logprobs = None
             if request.num_output_tokens == 1:
@@ -182,8 +190,20 @@ class Scheduler:
                 self._end(request)
         self._drop_ended_from_running()
         self._total_steps += 1
-        self._total_generation_tokens += len(outputs)
+        self._total_generation_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
+
+    def _finish_pooling(self, request: Request) -> RequestOutput:
+        """The only output of a request whose prompt has been computed; its token is dropped."""
+        self._total_prompt_tokens += request.num_prompt_tokens
+        self._end(request)
+        return RequestOutput(
+            request_id=request.id,
+            token_ids=[],
+            finish_reason=FinishReason.STOP,
+            scheduled_s=request.scheduled_s or 0.0,
+            embedding=request.embedding(),
+        )
 
     def _schedule_running(self, draft: StepDraft) -> bool:
         """Takes the running requests into the step; returns whether one had to be preempted.

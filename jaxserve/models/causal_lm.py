@@ -94,7 +94,11 @@ class CausalLM(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[T, D] -> f32[T, V]."""
         with jax.named_scope("logits"):
-            return (self.head or self.embed).logits(self.norm(hidden))
+            return (self.head or self.embed).logits(self.final(hidden))
+
+    def final(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states [T, D] as the head sees them."""
+        return self.norm(hidden)
 
     def _scan(
         self, stacked: DecoderLayer, x: jax.Array, kv: KVCache, step: StepContext

@@ -11,19 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxserve.config import Sizes
-from jaxserve.core.plan import StepPlan, StepResult
-from jaxserve.messages import TokenLogprobs
+from jaxserve.core.plan import StepPlan
 from jaxserve.ops.attention import AttentionBackend, KVCache
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import Bucket, Buckets
+from jaxserve.runner.in_flight import StepInFlight
 from jaxserve.runner.packing import pack
-from jaxserve.runner.prompt_logprobs import PromptScorer, PromptScores
+from jaxserve.runner.pooling import Pooler
+from jaxserve.runner.prompt_logprobs import PromptScorer
 from jaxserve.runner.sampling_batch import SamplingBatchBuilder, fill_masks
 from jaxserve.runner.step import LanguageModel, StepState, make_sample_step, make_step
-from jaxserve.sampling.logprobs import to_message
 from jaxserve.sampling.rows import GREEDY, SamplingFeatures, SamplingRows
 from jaxserve.sampling.sampler import Sampled
 
@@ -72,6 +71,7 @@ class ModelRunner:
         self._step = make_step(bind, attention)
         self._sample_step = make_sample_step()
         self._scorer = PromptScorer(bind, vocab_size)
+        self._pooler = Pooler(bind)
         self._block_size = sizes.block_size
         self.buckets = Buckets(
             max_num_seqs=rows,
@@ -90,7 +90,8 @@ class ModelRunner:
     def num_compilations(self) -> int:
         """Programs compiled, or loaded from the cache of compiled programs, since the start."""
         jitted: tuple[Any, ...] = (self._step, self._sample_step)
-        return sum(each._cache_size() for each in jitted) + self._scorer.num_compilations
+        compiled = sum(each._cache_size() for each in jitted)
+        return compiled + self._scorer.num_compilations + self._pooler.num_compilations
 
     def execute(self, plan: StepPlan) -> StepInFlight:
         """Starts a step and returns without waiting for it."""
@@ -129,20 +130,25 @@ class ModelRunner:
     def _run(self, plan: StepPlan, bucket: Bucket, features: SamplingFeatures) -> StepInFlight:
         inputs = self._batch.build(plan, bucket, keep_tokens=features == GREEDY)
         self._state, forward = self._step(self._params, self._state, pack(inputs))
-        scores = self._scorer.start(self._params, forward.hidden, plan)
+        in_flight = functools.partial(
+            StepInFlight,
+            plan,
+            scores=self._scorer.start(self._params, forward.hidden, plan),
+            pooled=self._pooler.start(self._params, forward.hidden, plan),
+        )
         if features == GREEDY:
-            return StepInFlight(plan, scores, Sampled(forward.best, None))
+            return in_flight(Sampled(forward.best, None))
         rows = self._sampling.build(plan, bucket.num_rows, features)
         sample = functools.partial(self._sample, forward.logits, rows, features)
         if not plan.is_constrained:
-            return StepInFlight(plan, scores, sample())
+            return in_flight(sample())
 
         def fill_masks_and_sample() -> Sampled:
             fill_masks(plan, rows)
             with self._logging_compilations(bucket, features):
                 return sample()
 
-        return StepInFlight(plan, scores, fill_masks_and_sample)
+        return in_flight(fill_masks_and_sample)
 
     def _sample(self, logits: jax.Array, rows: SamplingRows, features: SamplingFeatures) -> Sampled:
         """Starts the sampling of a step, the last one that was started."""
@@ -151,55 +157,6 @@ class ModelRunner:
         )
         self._state = StepState(self._state.kv, last_tokens)
         return sampled
-
-
-class StepInFlight:
-    """A step under way.
-
-    Args:
-      plan: of the step.
-      scores: the prompt log probabilities that it was asked for.
-      sampled: what it samples, or what starts the sampling when it is called.
-    """
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        scores: PromptScores | None,
-        sampled: Sampled | Callable[[], Sampled],
-    ) -> None:
-        self._asked = [
-            (row, part.params.logprobs) for row, part in enumerate(plan.scheduled) if part.samples
-        ]
-        self._scores = scores
-        self._sampled = sampled
-        if isinstance(sampled, Sampled):
-            _copy_to_host(sampled)
-
-    def sample(self) -> None:
-        """Starts the sampling that had to wait."""
-        assert not isinstance(self._sampled, Sampled), "sampled already"
-        self._sampled = self._sampled()
-        _copy_to_host(self._sampled)
-
-    def result(self) -> StepResult:
-        """Waits for the step."""
-        assert isinstance(self._sampled, Sampled), "not sampled yet"
-        sampled = jax.tree.map(np.asarray, self._sampled)
-        tokens = sampled.tokens[[row for row, _ in self._asked]].tolist()
-        scores = self._scores.result() if self._scores is not None else ()
-        if sampled.logprobs is None:
-            return StepResult(tokens, None, scores)
-        logprobs: list[TokenLogprobs | None] = [
-            None if k is None else to_message(sampled.logprobs, row, token, k)
-            for (row, k), token in zip(self._asked, tokens, strict=True)
-        ]
-        return StepResult(tokens, logprobs, scores)
-
-
-def _copy_to_host(sampled: Sampled) -> None:
-    for array in jax.tree.leaves(sampled):
-        array.copy_to_host_async()
 
 
 def _program_name(bucket: Bucket, features: SamplingFeatures) -> str:

@@ -36,6 +36,10 @@ class LanguageModel(Protocol):
         """f32[L, V] for hidden states [L, D]."""
         ...
 
+    def final(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states [L, D] as the head sees them, for embeddings."""
+        ...
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.messages import TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
+POOLED_WIDTH = 8
+"""Of the vectors that a fake runner returns."""
+
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
@@ -127,7 +130,9 @@ class FakeRunner:
             pairs = zip(tokens, params, strict=True)
             logprobs = [fake_logprobs(t, p.logprobs, self._model.vocab_size) for t, p in pairs]
         prompt_logprobs = [self._score(part) for part in plan.scoring]
-        result = StepResult(tokens, logprobs, prompt_logprobs)
+        # Each number is a count of tokens.
+        pooled = [[float(part.num_tokens)] * POOLED_WIDTH for part in plan.pooling]
+        result = StepResult(tokens, logprobs, prompt_logprobs, pooled)
         return FakeStep(result, self._gate, self._model.step_s)
 
     def _score(self, part: ScheduledRequest) -> list[TokenLogprobs]:

@@ -66,7 +66,8 @@ class TinyModel:
             "mix": (LAYERS, WIDTH, WIDTH),
             "head": (WIDTH, VOCAB),
         }
-        return {
+        scale = jnp.asarray(rng.uniform(0.5, 1.5, WIDTH), jnp.float32)
+        return {"scale": scale} | {
             name: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2]), jnp.float32) * 3
             for name, shape in shapes.items()
         }
@@ -92,14 +93,21 @@ class TinyModel:
         return x, kv
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        return hidden @ self.params["head"]
+        return self.final(hidden) @ self.params["head"]
+
+    def final(self, hidden: jax.Array) -> jax.Array:
+        return hidden * self.params["scale"]
 
     def whole(self, tokens: Sequence[int]) -> np.ndarray:
         """Logits f32[V] after a sequence, with no cache: the reference."""
+        return np.array(self.logits(self.hidden(tokens)[-1]))
+
+    def hidden(self, tokens: Sequence[int]) -> np.ndarray:
+        """Hidden states f32[T, D] of a sequence, with no cache: the reference."""
         # Causal, so what pads the sequence to one length changes nothing.
         padded = np.zeros(SIZES.max_model_len, np.int32)
         padded[: len(tokens)] = tokens
-        return np.array(_whole(self.params, padded)[len(tokens) - 1])
+        return np.array(_whole(self.params, padded))[: len(tokens)]
 
 
 @jax.jit
@@ -113,7 +121,7 @@ def _whole(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
         scores = jnp.einsum("thd,shd->hts", q, k) * 0.3
         weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), -1)
         x = model._finish(x, jnp.einsum("hts,shd->thd", weights, v), layer)
-    return model.logits(x)
+    return x
 
 
 def make_runner(params: dict[str, jax.Array] | None = None, *, sizes: Sizes = SIZES) -> ModelRunner:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.core import EngineCore
-from jaxserve.messages import RequestOutput, Submit
+from jaxserve.messages import FinishReason, RequestOutput, Submit
 from jaxserve.sampling_params import SamplingParams
 
 VOCAB = 300
@@ -192,6 +192,24 @@ def test_prompt_logprobs_are_those_of_the_reference(tiny_model, generate, varian
             assert entry.rank == 1 + (logits > logits[prompt[i]]).sum()
             if prompt[i] in best:
                 assert entry.logprobs[0] == entry.logprobs[1 + best.index(prompt[i])]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_vectors_of_prompts_are_those_of_the_reference(tiny_model, generate, variant):
+    """Among requests that generate, and fewer or more of them than are pooled at a time."""
+    requests = {str(i): (prompt, GREEDY) for i, prompt in enumerate(PROMPTS)}
+    for pooling in ("last", "mean"):
+        params = SamplingParams(temperature=0, seed=0, pooling=pooling)
+        requests |= {f"{pooling} {i}": (prompt, params) for i, prompt in enumerate(PROMPTS)}
+    outputs = generate(requests, **VARIANTS[variant])
+    for i, prompt in enumerate(PROMPTS):
+        final = np.asarray(tiny_model.final(tiny_model.hidden(prompt)))
+        for pooling, expected in (("last", final[-1]), ("mean", final.mean(0))):
+            (output,) = outputs[f"{pooling} {i}"]
+            assert output.token_ids == []
+            assert output.finish_reason == FinishReason.STOP
+            np.testing.assert_allclose(output.embedding, expected, atol=1e-5)
+        assert tokens_of(outputs[str(i)]) == greedy_reference(tiny_model, prompt, 12)
 
 
 def test_prompt_logprobs_come_once_also_after_a_crash(generate, runner):

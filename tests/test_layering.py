@@ -30,6 +30,7 @@ DEVICE = (
     "jaxserve.ops",
     "jaxserve.runner",
     "jaxserve.sampling",
+    "jaxserve.testing.one_step",
 )
 
 

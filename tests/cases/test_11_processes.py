@@ -34,22 +34,19 @@ class Program:
     """``python -m server`` in a session of its own, and what it prints."""
 
     def __init__(self, *args, cwd=ROOT, soft_files=None, **environment) -> None:
-        def limit_files() -> None:
-            if soft_files is not None:
-                _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft_files, hard))
-
+        command = [sys.executable, "-m", "server", *map(str, args)]
+        if soft_files is not None:
+            command = ["sh", "-c", f'ulimit -Sn {soft_files} && exec "$@"', "sh", *command]
         self._news = threading.Condition()
         self._lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "server", *map(str, args)],
+            command,
             cwd=cwd,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=limit_files,
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 
+import jax
 import pytest
 
 from pallas_kernels import tuning
+
+
+@pytest.fixture(autouse=True)
+def compile_quickly() -> Iterator[None]:
+    """Interpreted kernels are large programs that run a few times."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

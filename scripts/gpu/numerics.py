@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gpu.errors import beyond
+from gpu.large_cache import check_large_cache
 from gpu.options import Options
 from gpu.report import Report
 from pallas_kernels.add_rms_norm import add_rms_norm
@@ -62,6 +64,7 @@ def run(options: Options, report: Report) -> None:
     for dtype in ("bfloat16", "float32"):
         _write(report, rng, dtype, interpret)
         _norm(report, rng, dtype, interpret)
+    check_large_cache(options, report, rng)
 
 
 def _attention(
@@ -77,7 +80,7 @@ def _attention(
     _poison(problem.q.nbytes * 64)
     out = kernel(*on_device, LAYER, **problem.options, interpret=interpret)
     error = problem.error(out)
-    report.add(what, problem=_beyond(error, TOLERANCE[shape.dtype]), error=error)
+    report.add(what, problem=beyond(error, TOLERANCE[shape.dtype]), error=error)
 
 
 def _write(report: Report, rng: np.random.Generator, dtype: str, interpret: bool) -> None:
@@ -111,17 +114,12 @@ def _norm(report: Report, rng: np.random.Generator, dtype: str, interpret: bool)
     right = exact / np.sqrt(np.mean(exact**2, -1, keepdims=True) + 1e-5) * weight.astype(np.float64)
     # Not max, which may pass over NaN.
     error = float(np.max([_relative_error(total, right_total), _relative_error(out, right)]))
-    report.add(f"norm {dtype}", problem=_beyond(error, TOLERANCE[dtype]), error=error)
+    report.add(f"norm {dtype}", problem=beyond(error, TOLERANCE[dtype]), error=error)
 
 
 def _relative_error(result: jax.Array, right: np.ndarray) -> float:
     difference = np.asarray(result).astype(np.float64) - right
     return float(np.max(np.linalg.norm(difference, axis=-1) / np.linalg.norm(right, axis=-1)))
-
-
-def _beyond(error: float, limit: float) -> str:
-    """What to say of an error, which may be NaN."""
-    return "" if error < limit else f"relative error {error:.2e}, at most {limit:.1e}"
 
 
 def _poison(num_bytes: int) -> None:

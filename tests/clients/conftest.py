@@ -1,0 +1,56 @@
+"""Clients that people have already, against a whole HTTP server in front of a scripted engine."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from jaxserve.frontend import Frontend
+from jaxserve.testing.scripted_frontend import scripted_frontend
+from server.app import create_app
+from server.run import http_server, listen
+from server.settings import ApiSettings, ServerSettings
+from server.state import ServerState
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> <think> #}"
+
+
+class Server:
+    """Serves a front end from its construction until `close`; ``url`` is without a path."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self.frontend = frontend
+        listener = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        app = create_app(ServerState(frontend), ApiSettings())
+        self._http = http_server(app, ServerSettings())
+        work = self._http.serve(sockets=[listener])
+        self._thread = threading.Thread(target=asyncio.run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._http.should_exit = True
+        self._thread.join()
+
+    def last_prompt(self) -> str:
+        """The text that the engine was given last."""
+        prompt = self.frontend.engine.submitted[-1].prompt_token_ids
+        return self.frontend.tokenizer.decode(prompt)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """``serve(*answers, **options)``: a server in front of `scripted_frontend`."""
+    servers: list[Server] = []
+
+    def serve(*answers: str, **options: Any) -> Server:
+        options = {"chat_template": TEMPLATE, **options}
+        servers.append(Server(scripted_frontend(*answers, **options)))
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.close()

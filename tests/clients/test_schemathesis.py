@@ -1,0 +1,77 @@
+"""Requests that schemathesis makes of the API's own description: the server withstands them all."""
+
+import random
+
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+
+from jaxserve.testing.scripted_frontend import scripted_frontend
+from server.app import create_app
+from server.routes.openapi import POSTS, describe
+from server.settings import ApiSettings
+from server.state import ServerState
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> <think> #}"
+GOOD = {
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "hi"},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [1]},
+    "/abort": {"request_id": "x"},
+}
+NUM_EXAMPLES = {GenerationMode.POSITIVE: 15, GenerationMode.NEGATIVE: 5}
+
+
+@pytest.fixture(scope="module")
+def schema():
+    """The description as an application serves it, and the application to call."""
+    frontend = scripted_frontend("hello world", chat_template=TEMPLATE)
+    app = create_app(ServerState(frontend), ApiSettings())
+    return schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+def test_every_path_is_tried(schema) -> None:
+    labels = {operation.ok().label for operation in schema.get_all_operations()}
+    described = describe()["paths"]
+    assert labels == {f"{way.upper()} {path}" for path, ways in described.items() for way in ways}
+    assert GOOD.keys() == POSTS.keys()
+
+
+@pytest.mark.parametrize("path", GOOD)
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_no_request_is_an_error_of_the_server(schema, path, mode) -> None:
+    """Bodies as they are made; and some of their fields in a good one, so that more are taken."""
+    operation = schema[path]["POST"]
+    statuses = set()
+
+    @hypothesis.settings(
+        max_examples=NUM_EXAMPLES[mode],
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode), seed=st.integers(0, 99))
+    def try_it(case, seed) -> None:
+        bodies = [case.body]
+        if isinstance(case.body, dict):
+            names = sorted(case.body.keys() - {"model"})
+            some = random.Random(seed).sample(names, min(2, len(names)))
+            bodies.append(GOOD[path] | {name: case.body[name] for name in some})
+        for body in bodies:
+            case.body = body
+            reply = case.call()
+            assert reply.status_code < 500, (body, reply.text)
+            assert (reply.status_code < 400) or reply.json()["error"]["message"], body
+            statuses.add(reply.status_code)
+
+    try_it()
+    assert 400 in statuses
+    if mode is GenerationMode.POSITIVE:
+        assert 200 in statuses
+    assert operation.Case(body=GOOD[path], media_type="application/json").call().status_code == 200

@@ -19,11 +19,12 @@ GOOD = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/responses": {"input": "hi"},
+    "/v1/embeddings": {"input": "hi"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [1]},
     "/abort": {"request_id": "x"},
 }
-NUM_EXAMPLES = {GenerationMode.POSITIVE: 15, GenerationMode.NEGATIVE: 5}
+NUM_EXAMPLES = {GenerationMode.POSITIVE: 10, GenerationMode.NEGATIVE: 5}
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,10 @@ def test_every_path_is_tried(schema) -> None:
     labels = {operation.ok().label for operation in schema.get_all_operations()}
     described = describe()["paths"]
     assert labels == {f"{way.upper()} {path}" for path, ways in described.items() for way in ways}
-    assert GOOD.keys() == POSTS.keys()
+    assert POSTS.keys() <= GOOD.keys()
 
 
-@pytest.mark.parametrize("path", GOOD)
+@pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_no_request_is_an_error_of_the_server(schema, path, mode) -> None:
     """Bodies as they are made; and some of their fields in a good one, so that more are taken."""

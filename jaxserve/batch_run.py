@@ -17,7 +17,8 @@ from tqdm import tqdm
 from jaxserve.batch_file import BadLine, BatchRequest, BatchResult, ResultFile, read_requests
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.frontend import Frontend
-from jaxserve.openai import chat, completions
+from jaxserve.openai import chat, completions, embeddings
+from jaxserve.openai.embeddings import EmbeddingRequest
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, decode
 from jaxserve.window import as_finished
 
@@ -31,7 +32,7 @@ REPORT_INTERVAL_S = 10.0
 class Endpoint:
     """How the requests to one address are read and answered."""
 
-    request_type: type[GenerationRequest]
+    request_type: type[GenerationRequest | EmbeddingRequest]
     prepare: Callable[..., Awaitable[Any]]
     complete: Callable[..., Awaitable[Any]]
 
@@ -39,6 +40,7 @@ class Endpoint:
 ENDPOINTS = {
     "/v1/completions": Endpoint(CompletionRequest, completions.prepare, completions.complete),
     "/v1/chat/completions": Endpoint(ChatRequest, chat.prepare, chat.complete),
+    "/v1/embeddings": Endpoint(EmbeddingRequest, embeddings.prepare, embeddings.complete),
 }
 
 
@@ -129,7 +131,7 @@ async def answer(frontend: Frontend, request: BatchRequest | BadLine) -> BatchRe
     try:
         endpoint = _endpoint(request)
         body = decode(bytes(request.body), endpoint.request_type)
-        if body.stream:
+        if isinstance(body, GenerationRequest) and body.stream:
             raise InvalidRequestError("stream cannot be true in a batch", param="stream")
         reply = await endpoint.complete(await endpoint.prepare(frontend, body))
     except EngineDeadError:

@@ -69,7 +69,8 @@ class Progress(msgspec.Struct, tag="progress", array_like=True, frozen=True, gc=
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True, gc=False):
     """The engine can serve. Carries what it settled on by itself.
 
-    ``decisions`` are (what, value, why) lines for people.
+    ``decisions`` are (what, value, why) lines for people. ``hidden_size`` is the length of the
+    vectors that `SamplingParams.pooling` gives.
     """
 
     engine: int
@@ -82,6 +83,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True, gc=False)
     max_num_batched_tokens: int
     decisions: list[tuple[str, str, str]]
     num_compilations: int
+    hidden_size: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):

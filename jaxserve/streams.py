@@ -41,6 +41,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
         each token of the prompt, None for the first.
       events: what the parser of the answer says; None if it has none.
       num_reasoning_tokens: how many of the tokens the parser finds in a think block.
+      embedding: the vector of the prompt, not normalised, if that is what was asked for.
     """
 
     index: int
@@ -53,6 +54,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     events: list[Event] | None = None
     num_reasoning_tokens: int = 0
+    embedding: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,7 @@ def _to_delta(
         output.prompt_logprobs,
         step.events if isinstance(step, ParsedStep) else None,
         step.num_reasoning_tokens if isinstance(step, ParsedStep) else 0,
+        output.embedding,
     )
 
 

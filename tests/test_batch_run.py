@@ -84,7 +84,7 @@ async def test_bad_lines_become_errors_and_the_run_goes_on(batch: Batch) -> None
     batch.write(
         completion("good"),
         "not json",
-        {"custom_id": "url", "method": "POST", "url": "/v1/embeddings", "body": {}},
+        {"custom_id": "url", "method": "POST", "url": "/v1/rerank", "body": {}},
         {"custom_id": "get", "method": "GET", "url": COMPLETIONS, "body": {}},
         completion("temperature", temperature=-1),
         completion("type", max_tokens="many"),

@@ -183,4 +183,5 @@ def _ready(
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         decisions=[(decision.what, decision.value, decision.why) for decision in decisions],
         num_compilations=num_compilations,
+        hidden_size=spec.hidden_size,
     )

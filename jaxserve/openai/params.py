@@ -72,13 +72,16 @@ def check_fields(request: GenerationRequest) -> None:
         raise InvalidRequestError(
             "prompt_logprobs is not allowed when stream is true", param="prompt_logprobs"
         )
-    salt = request.cache_salt
+    check_prompt_fields(request.cache_salt, request.truncate_prompt_tokens)
+
+
+def check_prompt_fields(salt: str | None, keep: int | None) -> None:
+    """Checks ``cache_salt`` and ``truncate_prompt_tokens``. Raises InvalidRequestError."""
     if salt is not None and not 0 < len(salt) <= MAX_SALT_CHARS:
         raise InvalidRequestError(
             f"cache_salt must have 1 to {MAX_SALT_CHARS} characters, got {len(salt)}",
             param="cache_salt",
         )
-    keep = request.truncate_prompt_tokens
     if keep is not None and keep < 1 and keep != -1:
         raise InvalidRequestError(
             f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {keep}",

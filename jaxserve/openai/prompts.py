@@ -42,33 +42,33 @@ class ChatPrompt(Protocol):
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
 
 
-def completion_prompts(value: Any) -> list[Prompt]:
-    """The prompts in the ``prompt`` field. Raises InvalidRequestError naming ``prompt``."""
+def completion_prompts(value: Any, *, param: str = "prompt") -> list[Prompt]:
+    """The prompts in the field ``param``. Raises InvalidRequestError naming it."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
         given = "nothing" if value is None else type(value).__name__
-        raise InvalidRequestError(f"prompt must be {_FORMS}, got {given}", param="prompt")
+        raise InvalidRequestError(f"{param} must be {_FORMS}, got {given}", param=param)
     if not value:
-        raise InvalidRequestError("prompt cannot be empty", param="prompt")
+        raise InvalidRequestError(f"{param} cannot be empty", param=param)
     if type(value[0]) is int:
-        return [_convert(value, list[int])]
+        return [_convert(value, list[int], param)]
     if len(value) > MAX_PROMPTS:
         raise InvalidRequestError(
-            f"prompt: at most {MAX_PROMPTS} prompts in a request, got {len(value)}", param="prompt"
+            f"{param}: at most {MAX_PROMPTS} prompts in a request, got {len(value)}", param=param
         )
     if isinstance(value[0], str):
-        return _convert(value, list[str])
-    return _convert(value, list[list[int]])
+        return _convert(value, list[str], param)
+    return _convert(value, list[list[int]], param)
 
 
-def _convert(value: list, form: Any) -> Any:
+def _convert(value: list, form: Any, param: str) -> Any:
     try:
         return msgspec.convert(value, form)
     except msgspec.ValidationError as error:
-        place = wrong_type(error, under="prompt")
+        place = wrong_type(error, under=param)
         raise InvalidRequestError(
-            f"prompt must be {_FORMS}: {place.message}", param="prompt"
+            f"{param} must be {_FORMS}: {place.message}", param=param
         ) from error
 
 
@@ -84,7 +84,28 @@ async def encode_prompts(
 
     What is cut off is the beginning. Errors name ``param``.
     """
-    keep = request.truncate_prompt_tokens
+    return await encode_cut(
+        frontend,
+        prompts,
+        request.truncate_prompt_tokens,
+        room=asked_tokens(request) or 1,
+        add_special_tokens=add_special_tokens,
+        param=param,
+    )
+
+
+async def encode_cut(
+    frontend: Frontend,
+    prompts: list[Prompt],
+    keep: int | None,
+    *,
+    room: int,
+    add_special_tokens: bool,
+    param: str,
+) -> list[list[int]]:
+    """`encode_prompts` with the last ``keep`` tokens of each; None: all of them, -1: as many as
+    leave ``room`` for an answer.
+    """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if texts:
@@ -103,7 +124,7 @@ async def encode_prompts(
             param="truncate_prompt_tokens",
         )
     if keep == -1:
-        keep = max(frontend.max_model_len - (asked_tokens(request) or 1), 1)
+        keep = max(frontend.max_model_len - room, 1)
     return [prompt[-keep:] for prompt in ids]
 
 

@@ -15,7 +15,7 @@ from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.core import EngineCore
 from jaxserve.messages import Progress, Ready
-from jaxserve.testing.fake_runner import FakeModel, FakeRunner
+from jaxserve.testing.fake_runner import POOLED_WIDTH, FakeModel, FakeRunner
 
 MAX_MODEL_LEN = 1024
 NUM_BLOCKS = 512
@@ -58,6 +58,7 @@ def build(
         pid=os.getpid(),
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
+        hidden_size=POOLED_WIDTH,
         block_size=block_size,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,

@@ -34,6 +34,11 @@ class Reference:
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """f64[T, V] after each token of a text."""
+        head = "model.embed_tokens.weight" if self.tied else "lm_head.weight"
+        return _product(self.hidden(tokens), self._tensor(head))
+
+    def hidden(self, tokens: Sequence[int]) -> np.ndarray:
+        """f64[T, D]: what the head sees at each token."""
         x = self._tensor("model.embed_tokens.weight")[list(tokens)]
         layer = 0
         while f"model.layers.{layer}.input_layernorm.weight" in self.tensors:
@@ -43,8 +48,7 @@ class Reference:
             gate, up = (self._linear(h, f"{name}mlp.{part}_proj") for part in ("gate", "up"))
             x = x + self._linear(gate / (1 + np.exp(-gate)) * up, name + "mlp.down_proj")
             layer += 1
-        head = "model.embed_tokens.weight" if self.tied else "lm_head.weight"
-        return _product(self._norm(x, "model.norm"), self._tensor(head))
+        return self._norm(x, "model.norm")
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """f64[T, V]: natural logarithms of the probabilities after each token."""

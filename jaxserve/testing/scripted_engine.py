@@ -23,13 +23,20 @@ READY = Ready(
     max_num_batched_tokens=256,
     decisions=[("context", "256 tokens", "as scripted")],
     num_compilations=0,
+    hidden_size=4,
 )
+
+
+def embedding_of(token_ids: Sequence[int], pooling: str) -> list[float]:
+    """The vector of a prompt, of `READY.hidden_size` numbers."""
+    return [float(sum(token_ids)), float(token_ids[-1]), float(len(token_ids)), float(len(pooling))]
 
 
 class ScriptedEngine:
     """Implements `Engine`. It ends answers as a real engine does: end tokens, stop ids, length.
 
-    An answer with a grammar ends with the token before the end token.
+    An answer with a grammar ends with the token before the end token. A vector is
+    `embedding_of` the prompt; it takes a step, as a token does.
 
     Args:
       script: the tokens that follow a prompt; when they run out, token 0 follows for ever.
@@ -97,12 +104,16 @@ class ScriptedEngine:
         scheduled_s = time.monotonic()
         finished = False
         try:
+            if params.pooling is not None:
+                if await self._is_told_to_end(0, told_to_end):
+                    yield RequestOutput(request_id, [], FinishReason.ABORT)
+                    return
+                finished = True
+                vector = embedding_of(prompt_token_ids, params.pooling)
+                yield RequestOutput(request_id, [], FinishReason.STOP, embedding=vector)
+                return
             for start in range(0, len(tokens), self._tokens_per_output):
-                await asyncio.sleep(0)
-                self._check_faults(start)
-                if self.stall_after is not None and start >= self.stall_after:
-                    await told_to_end.wait()
-                if told_to_end.is_set():
+                if await self._is_told_to_end(start, told_to_end):
                     yield RequestOutput(request_id, [], FinishReason.ABORT)
                     return
                 ids = tokens[start : start + self._tokens_per_output]
@@ -124,6 +135,14 @@ class ScriptedEngine:
             del self._running[request_id]
             if not finished:
                 self.aborted.append(request_id)
+
+    async def _is_told_to_end(self, num_tokens: int, told: asyncio.Event) -> bool:
+        """Takes a step after ``num_tokens``, for ever if it is to stall there."""
+        await asyncio.sleep(0)
+        self._check_faults(num_tokens)
+        if self.stall_after is not None and num_tokens >= self.stall_after:
+            await told.wait()
+        return told.is_set()
 
     def _check_faults(self, num_tokens: int) -> None:
         self.check_health()

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from jaxserve import __version__
+from jaxserve.openai.embeddings import EmbeddingRequest, EmbeddingsReply
 from jaxserve.openai.errors import ErrorBody
 from jaxserve.openai.protocol import (
     ChatChunk,
@@ -28,6 +29,7 @@ POSTS: dict[str, tuple[type[msgspec.Struct], Any, Any]] = {
     "/v1/completions": (CompletionRequest, Completion, Completion),
     "/v1/chat/completions": (ChatRequest, ChatCompletion, ChatChunk),
     "/v1/responses": (ResponsesRequest, Response, ResponseEvent),
+    "/v1/embeddings": (EmbeddingRequest, EmbeddingsReply, None),
     "/tokenize": (TokenizeRequest, dict[str, Any], None),
     "/detokenize": (DetokenizeRequest, dict[str, Any], None),
     "/abort": (AbortRequest, dict[str, Any], None),

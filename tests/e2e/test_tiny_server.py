@@ -4,8 +4,12 @@ import asyncio
 import random
 
 import httpx
+import numpy as np
 import openai
 import pytest
+
+from jaxserve.checkpoint.locate import open_checkpoint
+from jaxserve.testing.reference import Reference
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +55,32 @@ async def test_64_streams_at_once_are_each_as_if_alone(server) -> None:
     # Whatever comes together, nothing is compiled once the server is ready.
     assert server.metric("compilations_total", engine="0") == compilations
     await server.until_idle()
+
+
+def test_vectors_are_those_of_the_reference(server, tiny_model) -> None:
+    """Of prompts that fit a step together and of one that takes several."""
+    numbers = random.Random(5)
+    prompts = [[numbers.randrange(250) for _ in range(length)] for length in (1, 9, 100)]
+    reference = Reference(dict(open_checkpoint(str(tiny_model)).tensors()))
+    hidden = [reference.hidden(prompt) for prompt in prompts]
+    with server.client() as client:
+        last = client.embeddings.create(model="tiny", input=prompts)
+        mean = client.embeddings.create(
+            model="tiny",
+            input=prompts,
+            encoding_format="float",
+            extra_body={"pooling": "mean", "normalize": False},
+        )
+        width = hidden[0].shape[1]
+        again = client.embeddings.create(model="tiny", input=prompts[1], dimensions=width)
+        with pytest.raises(openai.BadRequestError, match=f"dimensions must be {width}"):
+            client.embeddings.create(model="tiny", input=prompts[1], dimensions=width - 1)
+    for i, states in enumerate(hidden):
+        expected = states[-1] / np.linalg.norm(states[-1])
+        np.testing.assert_allclose(last.data[i].embedding, expected, atol=1e-4)
+        np.testing.assert_allclose(mean.data[i].embedding, states.mean(0), atol=1e-3)
+    np.testing.assert_allclose(again.data[0].embedding, last.data[1].embedding, atol=1e-5)
+    assert last.usage.prompt_tokens == last.usage.total_tokens == 110
 
 
 async def test_a_client_that_leaves_frees_what_it_held(server) -> None:

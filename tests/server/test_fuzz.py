@@ -34,6 +34,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/responses": {"input": "hello"},
+    "/v1/embeddings": {"input": "hello"},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [1]},
     "/abort": {"request_id": "x"},

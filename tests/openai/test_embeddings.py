@@ -1,0 +1,171 @@
+"""Bodies of /v1/embeddings become vectors of the prompts, or one error that names the field."""
+
+import asyncio
+import base64
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxserve.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    UnknownModelError,
+)
+from jaxserve.frontend import Frontend, Limits
+from jaxserve.openai import embeddings
+from jaxserve.openai.embeddings import EmbeddingRequest
+from jaxserve.openai.protocol import decode
+from jaxserve.testing.scripted_engine import embedding_of
+from jaxserve.testing.scripted_frontend import scripted_frontend
+
+IDS = [5, 6, 7]
+LONGEST = 255
+
+
+@pytest.fixture
+def frontend() -> Frontend:
+    return scripted_frontend("never said")
+
+
+async def embed(frontend: Frontend, input: Any, **body: Any) -> dict[str, Any]:
+    request = decode(json.dumps({"input": input, **body}).encode(), EmbeddingRequest)
+    reply = await embeddings.complete(await embeddings.prepare(frontend, request))
+    return json.loads(msgspec.json.encode(reply))
+
+
+def unit(vector: list[float]) -> np.ndarray:
+    return np.array(vector) / np.linalg.norm(vector)
+
+
+async def test_a_reply(frontend) -> None:
+    reply = await embed(frontend, IDS, user="me", dimensions=4)
+    (data,) = reply.pop("data")
+    vector = data.pop("embedding")
+    np.testing.assert_allclose(vector, unit(embedding_of(IDS, "last")), rtol=1e-12)
+    assert data == {"object": "embedding", "index": 0}
+    usage = {"prompt_tokens": 3, "total_tokens": 3}
+    assert reply == {"object": "list", "model": "tiny", "usage": usage}
+
+
+async def test_every_form_of_input(frontend) -> None:
+    texts = ["hello", "hello world"]
+    ids = [frontend.tokenizer.encode(text) for text in texts]
+    expected = [unit(embedding_of(prompt, "last")) for prompt in ids]
+    for given in (texts, ids):
+        reply = await embed(frontend, given)
+        assert [data["index"] for data in reply["data"]] == [0, 1]
+        vectors = [data["embedding"] for data in reply["data"]]
+        np.testing.assert_allclose(vectors, expected, rtol=1e-12)
+        assert reply["usage"]["prompt_tokens"] == sum(map(len, ids))
+    for one in (texts[1], ids[1]):
+        reply = await embed(frontend, one)
+        np.testing.assert_allclose(reply["data"][0]["embedding"], expected[1], rtol=1e-12)
+
+
+async def test_vectors_are_in_the_order_of_the_prompts_and_not_of_their_end(frontend) -> None:
+    engine, slow = frontend.engine, asyncio.Event()
+    generate = engine.generate
+
+    async def slow_at_first(prompt, *args, **options):
+        if prompt == [1]:
+            await slow.wait()
+        async for output in generate(prompt, *args, **options):
+            slow.set()
+            yield output
+
+    engine.generate = slow_at_first
+    reply = await embed(frontend, [[1], [2, 2]], normalize=False)
+    assert [data["embedding"][2] for data in reply["data"]] == [1.0, 2.0]
+
+
+async def test_other_vectors(frontend) -> None:
+    (data,) = (await embed(frontend, IDS, pooling="mean", normalize=False))["data"]
+    assert data["embedding"] == embedding_of(IDS, "mean")
+    (data,) = (await embed(frontend, IDS, encoding_format="base64"))["data"]
+    vector = np.frombuffer(base64.b64decode(data["embedding"]), "<f4")
+    np.testing.assert_allclose(vector, unit(embedding_of(IDS, "last")), rtol=1e-6)
+
+
+async def test_nulls_are_defaults(frontend) -> None:
+    names = msgspec.structs.fields(EmbeddingRequest)
+    nulls = {field.name: None for field in names if field.name != "input"}
+    assert await embed(frontend, IDS, **nulls) == await embed(frontend, IDS)
+
+
+async def test_fields_about_the_prompt(frontend) -> None:
+    await embed(frontend, IDS, truncate_prompt_tokens=2, priority=3, cache_salt="mine")
+    await embed(frontend, list(range(290)), truncate_prompt_tokens=-1)
+    await embed(frontend, "hello", add_special_tokens=False)
+    cut, fitting, plain = frontend.engine.submitted
+    assert (cut.prompt_token_ids, cut.priority, cut.cache_salt) == (IDS[1:], 3, "mine")
+    assert fitting.prompt_token_ids == list(range(290))[-LONGEST:]
+    expected = frontend.tokenizer.encode("hello", add_special_tokens=False)
+    assert plain.prompt_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        *(({"input": bad}, "input") for bad in (None, 5, True, {}, [], [[]], [None], [IDS, []])),
+        *(({"input": bad}, "input") for bad in ([1, "a"], ["a", 1], [[1], "a"], [-1], [300])),
+        ({"input": [[1], [300]]}, "input"),
+        ({"input": [[1]] * 2049}, "input"),
+        ({"input": [[1]] * 1025}, "input"),
+        ({"dimensions": 3}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": "4"}, "dimensions"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+        ({"pooling": "cls"}, "pooling"),
+        ({"normalize": 1}, "normalize"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 999}, "truncate_prompt_tokens"),
+        ({"cache_salt": ""}, "cache_salt"),
+    ],
+)
+async def test_refusals_name_the_field(frontend, body, param) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await embed(frontend, **{"input": IDS} | body)
+    assert caught.value.param == param
+    assert frontend.engine.submitted == []
+
+
+async def test_what_does_not_fit_is_refused(frontend) -> None:
+    await embed(frontend, [1] * LONGEST)
+    for given in ([1] * (LONGEST + 1), "hello " * 3000):
+        with pytest.raises(ContextLengthError) as caught:
+            await embed(frontend, given)
+        assert caught.value.param == "input"
+    with pytest.raises(UnknownModelError):
+        await embed(frontend, IDS, model="other")
+    frontend.limits = Limits(max_in_flight=2)
+    frontend.num_in_flight = 1
+    with pytest.raises(QueueFullError):
+        await embed(frontend, [IDS, IDS])
+
+
+async def test_an_abort_from_elsewhere_is_an_error(frontend) -> None:
+    frontend.engine.stall_after = 0
+    work = asyncio.create_task(embed(frontend, [IDS, IDS]))
+    while len(frontend.engine.submitted) < 2:
+        await asyncio.sleep(0)
+    assert frontend.abort(None) == 2
+    with pytest.raises(RequestFailedError, match="aborted"):
+        await work
+    assert frontend.num_in_flight == 0
+
+
+async def test_a_caller_that_goes_away_aborts_it(frontend) -> None:
+    frontend.engine.stall_after = 0
+    work = asyncio.create_task(embed(frontend, [IDS, IDS]))
+    while len(frontend.engine.submitted) < 2:
+        await asyncio.sleep(0)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert len(frontend.engine.aborted) == 2
+    assert frontend.num_in_flight == 0

@@ -156,7 +156,7 @@ class EngineClient:
             _abort(replica, [i for i in request_ids if i in replica.in_flight])
 
     def check_health(self) -> None:
-        """Raises EngineDeadError if an engine is dead, or holds requests and does not move."""
+        """Raises EngineDeadError if an engine is dead, or does not move."""
         for replica in self._replicas:
             replica.check_health(stuck_after_s=self._stuck_after_s)
 

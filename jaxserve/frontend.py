@@ -34,7 +34,7 @@ from jaxserve.parsing.registry import (
     reasoning_parser,
     tool_parser,
 )
-from jaxserve.sampling_params import MIN_TEMPERATURE, SamplingParams, check_ids
+from jaxserve.sampling_params import INT64, MIN_TEMPERATURE, SamplingParams, check_ids
 from jaxserve.streams import Answer, Delta, merge, stream_answer
 from jaxserve.tokenizer import Tokenizer
 
@@ -204,6 +204,11 @@ class Frontend:
           QueueFullError: too many answers are under way.
         """
         params.check_token_ids(self.vocab_size)
+        if not INT64[0] <= priority <= INT64[1]:
+            raise InvalidRequestError(
+                f"priority must be between {INT64[0]} and {INT64[1]}, got {priority}",
+                param="priority",
+            )
         num_answers = len(prompts) * params.n
         if num_answers > self.limits.max_in_flight:
             raise InvalidRequestError(

@@ -68,17 +68,19 @@ class Replica:
 
     def serve(self, ready: Ready, sender: RequestSender) -> None:
         """The engine can take requests."""
+        self._heard_s = time.monotonic()
         self._sender = sender
         self.ready.set_result(ready)
 
     def submit(self, submit: Submit) -> InFlight:
         """Sends a request to the engine."""
         assert self._sender is not None, "requests go to engines that are ready"
+        # An engine that is gone is noticed by the end of its process, which fails the request.
+        self._sender.send(submit)
+        # Only now: what cannot be sent is not on board.
         request = InFlight(submit)
         self.in_flight[submit.request_id] = request
         self._num_sent += 1
-        # An engine that is gone is noticed by the end of its process, which fails the request.
-        self._sender.send(submit)
         return request
 
     def abort(self, request_ids: list[str]) -> None:
@@ -120,14 +122,18 @@ class Replica:
             self._remove(request_id)
 
     def check_health(self, *, stuck_after_s: float) -> None:
-        """Raises EngineDeadError if it is dead, or has requests and was not heard for so long."""
+        """Raises EngineDeadError if it is dead, or was not heard for so long.
+
+        An idle engine says every second that it is there, so a silent one is stuck even if the
+        clients of its requests have all given up.
+        """
         if self.error is not None:
             raise EngineDeadError(str(self.error))
         silent_s = time.monotonic() - self._heard_s
-        if self.in_flight and silent_s > stuck_after_s:
+        if self.ready.done() and silent_s > stuck_after_s:
             raise EngineDeadError(
-                f"engine {self.process.engine} (pid {self.process.pid}) is stuck: it has "
-                f"{len(self.in_flight)} requests and was not heard for {silent_s:.0f} s"
+                f"engine {self.process.engine} (pid {self.process.pid}) is stuck: it was not heard "
+                f"for {silent_s:.0f} s; requests on board: {len(self.in_flight)}"
             )
 
     async def stop(self, error: JaxserveError, *, timeout_s: float) -> None:

@@ -15,6 +15,10 @@ GREEDY_TEMPERATURE = 1e-5
 MIN_TEMPERATURE = 0.01
 """Temperatures between the two are raised to this, so that logits stay finite."""
 
+TEMPERATURES = (MIN_TEMPERATURE, 1e6)
+REPETITION_PENALTIES = (1e-6, 1e6)
+"""What an engine computes with: what is beyond, in float32, would make logits infinite or NaN."""
+
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 256
@@ -123,7 +127,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require_range("n", self.n, 1, MAX_N)
         _require_range("temperature", self.temperature, 0, math.inf)
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
-        _require(self.top_k >= -1, "top_k", "-1 or 0 (off) or at least 1", self.top_k)
+        _require(
+            -1 <= self.top_k <= INT64[1],
+            "top_k",
+            f"-1 or 0 (off) or between 1 and {INT64[1]}",
+            self.top_k,
+        )
         _require_range("min_p", self.min_p, 0, 1)
         if self.seed is not None:
             _require_range("seed", self.seed, *INT64)
@@ -135,7 +144,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"at most max_tokens ({self.max_tokens})",
                 self.min_tokens,
             )
-        _require(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
+        _require(
+            0 <= self.min_tokens <= INT64[1],
+            "min_tokens",
+            f"between 0 and {INT64[1]}",
+            self.min_tokens,
+        )
         _require_range("presence_penalty", self.presence_penalty, -2, 2)
         _require_range("frequency_penalty", self.frequency_penalty, -2, 2)
         finite = math.isfinite(self.repetition_penalty)

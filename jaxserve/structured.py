@@ -12,14 +12,18 @@ from typing import Any
 
 import llguidance
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import Grammar
 from jaxserve.tokenizer import Tokenizer
 
-MAX_CHOICES = 4096
+MAX_CHOICES = 1024
+LEXER_FUEL = 200_000
+"""Work that llguidance may put into the lexer of a grammar: a tenth of a second. A fifth of its own
+limit; schemas of hundreds of fields need far less."""
+
 MAX_MESSAGE_CHARS = 500
 
 WHITESPACE = r" ?|\n( {0,12}|\t{0,6})"
@@ -49,9 +53,12 @@ def check_grammar(grammar: Grammar, tokenizer: Tokenizer) -> None:
     else:
         vocabulary = Vocabulary.of_bytes()
     matcher = vocabulary.matcher(text)
+    # Some troubles show when the first token is looked for, others when it has been taken.
+    mask = np.zeros(vocabulary.num_words, np.uint32)
     if not matcher.is_error():
-        # Some troubles show when the first token is looked for.
-        vocabulary.fill(matcher, np.zeros(vocabulary.num_words, np.uint32))
+        vocabulary.fill(matcher, mask)
+    if not matcher.is_error() and (token := vocabulary.first_allowed(mask)) is not None:
+        matcher.consume_token(token)
     if matcher.is_error():
         raise InvalidRequestError(f"{_name(grammar)}: {first_error(matcher)}")
 
@@ -131,11 +138,17 @@ class Vocabulary:
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Compiles a grammar in llguidance's form, without the GIL. Trouble is in its state."""
-        return LLMatcher(self._backend, grammar, log_level=0)
+        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
+        return LLMatcher(self._backend, grammar, log_level=0, limits=limits)
 
     def fill(self, matcher: LLMatcher, mask: np.ndarray) -> None:
         """Sets what a matcher allows next in mask u32[num_words]."""
         fill_next_token_bitmask(matcher, mask.view(np.int32)[None])
+
+    def first_allowed(self, mask: np.ndarray) -> int | None:
+        """The lowest token in mask u32[num_words] that is not the end, or None."""
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        return next((int(token) for token in allowed[:2] if token != self.eos_token_id), None)
 
 
 class _Bytes:

@@ -201,6 +201,14 @@ async def test_what_cannot_be_served_is_refused_before_it_reaches_the_engine(
     assert (await answer(frontend))[0] == "hello"
 
 
+@pytest.mark.parametrize("priority", [2**63, -(2**63) - 1])
+async def test_a_priority_that_no_message_can_carry_is_refused(priority) -> None:
+    frontend = scripted_frontend("hello")
+    with pytest.raises(InvalidRequestError, match="priority must be between") as caught:
+        frontend.generate_batch([[5]], SamplingParams(), priority=priority)
+    assert caught.value.param == "priority"
+
+
 async def test_the_context_is_filled_to_the_last_token() -> None:
     frontend = scripted_frontend("hello")
     for prompt_len in (255, 250):

@@ -36,6 +36,8 @@ BAD = [
     ("min_p", -0.1),
     ("min_p", 1.5),
     ("min_p", math.nan),
+    ("top_k", 2**63),
+    ("min_tokens", 2**63),
     ("seed", 2**63),
     ("seed", -(2**63) - 1),
     ("max_tokens", 0),

@@ -35,6 +35,7 @@ NODE = {
         Grammar("json_schema", '{"enum": ["é", "\\ud83d\\udd25", "a\\"b", "\\u2028"]}'),
         Grammar("regex", r"a/b|\d{3}-[^x\n]+"),
         Grammar("regex", r"((a{0,100}){0,100}){0,100}"),
+        Grammar("choice", json.dumps([f"choice {i}" for i in range(MAX_CHOICES)])),
         Grammar("choice", '["yes", "no/\\n\\"é🔥"]'),
         Grammar("grammar", 'start: "a" NAME\nNAME: /[a-z]+/'),
         Grammar("grammar", 'root ::= "a" | "b" [0-9]+'),
@@ -88,3 +89,8 @@ def test_the_longest_nonsense_ends_soon_in_one_way_or_the_other(tokenizer, kind,
     text = (unit * MAX_GRAMMAR_CHARS)[:MAX_GRAMMAR_CHARS]
     with contextlib.suppress(InvalidRequestError):
         check_grammar(Grammar(kind, text), tokenizer)
+
+
+def test_a_pattern_that_fails_only_when_it_is_followed_is_refused_too(tokenizer):
+    with pytest.raises(InvalidRequestError, match="too many expressions"):
+        check_grammar(Grammar("regex", "(a{1000}){1000}"), tokenizer)

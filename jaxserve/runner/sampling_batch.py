@@ -18,7 +18,7 @@ from jaxserve.sampling.rows import (
     SamplingRows,
     SeenTokens,
 )
-from jaxserve.sampling_params import MIN_TEMPERATURE, SamplingParams
+from jaxserve.sampling_params import REPETITION_PENALTIES, TEMPERATURES, SamplingParams
 
 MIN_LIST = 256
 """Entries of the shortest list of tokens that the sampler is compiled for."""
@@ -50,10 +50,10 @@ class SamplingBatchBuilder:
             min(params.top_k, self._vocab_size) if params.top_k > 0 else self._vocab_size
         )
         self._floats[:, row] = (
-            0.0 if params.is_greedy else max(params.temperature, MIN_TEMPERATURE),
+            0.0 if params.is_greedy else np.clip(params.temperature, *TEMPERATURES),
             params.top_p,
             params.min_p,
-            params.repetition_penalty,
+            np.clip(params.repetition_penalty, *REPETITION_PENALTIES),
             params.frequency_penalty,
             params.presence_penalty,
         )

@@ -75,8 +75,9 @@ def draw(logits: jax.Array, keys: jax.Array, top_p: jax.Array | None) -> jax.Arr
     def next_round(r: _Round) -> _Round:
         tokens, levels = propose(r.number, r.above, r.sums)
         sums = jnp.where(scores > levels[:, None, None], weights, 0.0).sum(-1)
-        # Written so that a NaN is accepted: the loop must end.
-        accepted = ~(sums.sum(-1) >= limit)
+        more_likely = sums.sum(-1)
+        # The loop must end: with a NaN, and with a top_p so small that the limit rounds to zero.
+        accepted = ~(more_likely >= limit) | ~(more_likely > 0)
         return _Round(
             r.number + 1, jnp.where(r.done, r.tokens, tokens), levels, sums, r.done | accepted
         )

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan
@@ -179,3 +180,17 @@ def test_lists_have_few_sizes():
         _, rows = built(*parts)
         sizes.add(len(rows.seen.ids))
     assert sizes == {256, 1024}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "value"),
+    [
+        ("temperature", {"temperature": 1e308}, 1e6),
+        ("temperature", {"temperature": 1e-4}, 0.01),
+        ("repetition", {"repetition_penalty": 1e-320}, 1e-6),
+        ("repetition", {"repetition_penalty": 1e308}, 1e6),
+    ],
+)
+def test_what_would_leave_float32_is_cut(name, params, value):
+    _, rows = built(part(**{"temperature": 1, **params}))
+    assert getattr(rows, name)[0] == np.float32(value)

@@ -93,3 +93,9 @@ def test_nan_ends_and_gives_a_token_in_range():
     keys = row_keys(jnp.zeros((2, 2), jnp.uint32), jnp.zeros(2, jnp.int32))
     tokens = jax.jit(draw)(jnp.full((2, 1000), jnp.nan), keys, jnp.array([0.5, 1.0]))
     assert np.all((np.asarray(tokens) >= 0) & (np.asarray(tokens) < 1000))
+
+
+@pytest.mark.parametrize("top_p", [1e-39, 1e-300])
+def test_a_top_p_of_nothing_in_float32_draws_the_most_likely_token(top_p):
+    logits = np.random.default_rng(3).normal(size=300).astype(np.float32)
+    assert set(draw_many(logits, top_p)) == {int(logits.argmax())}

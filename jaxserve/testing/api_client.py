@@ -167,12 +167,6 @@ class ApiClient:
             **{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, **options}
         )
 
-    def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
-        """The official client, asynchronous."""
-        return openai.AsyncOpenAI(
-            **{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, **options}
-        )
-
 
 def _success(reply: httpx.Response) -> dict[str, Any]:
     assert reply.status_code == 200, reply.text

@@ -113,7 +113,7 @@ BAD = [
     ({"prompt": [-1]}, 400, "prompt"),
     ({"prompt": [1] * 500}, 400, "prompt"),
     ({"prompt": "x", "max_tokens": 10**6}, 400, "max_tokens"),
-    ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+    ({"prompt": "x", "max_tokens": -1}, 400, "max_tokens"),
     ({"prompt": "x", "temperature": -1}, 400, "temperature"),
     ({"prompt": "x", "top_p": 0}, 400, "top_p"),
     ({"prompt": "x", "n": 0}, 400, "n"),

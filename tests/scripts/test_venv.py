@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PARALLEL = "-n 2 --dist loadfile"
+"""What the whole suite is run with."""
 
 # Called as an interpreter: answers the probes, makes a venv that holds itself, and logs the rest.
 FAKE_PYTHON = """#!/bin/bash
@@ -106,7 +108,10 @@ def test_the_tests_add_to_the_same_environment(checkout: Checkout) -> None:
     checkout.run("serve")
     checkout.calls()
     assert checkout.run("test", "-q").returncode == 0
-    assert checkout.calls() == [f"-m pip install -e {checkout.root}[dev]", "run -m pytest -q"]
+    assert checkout.calls() == [
+        f"-m pip install -e {checkout.root}[dev]",
+        f"run -m pytest {PARALLEL} -q",
+    ]
     checkout.run("serve")
     assert checkout.calls() == ["run -P -m server"]
 
@@ -122,7 +127,7 @@ def test_a_changed_project_is_installed_again_with_all_its_parts(checkout: Check
         "run -P -m server",
     ]
     checkout.run("test")
-    assert checkout.calls() == ["run -m pytest"]
+    assert checkout.calls() == [f"run -m pytest {PARALLEL}"]
 
 
 def test_a_failed_installation_shows_why_and_is_built_anew(checkout: Checkout) -> None:

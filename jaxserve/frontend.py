@@ -5,28 +5,21 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import random
-import time
-import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from jaxserve import __version__
-from jaxserve.core.limits import check_length, context_length
+from jaxserve.answers import AnswerBuilder
 from jaxserve.engine_protocol import Engine
 from jaxserve.errors import (
     ContextLengthError,
     InvalidRequestError,
-    QueueFullError,
     UnknownModelError,
 )
 from jaxserve.generation_defaults import GenerationDefaults
 from jaxserve.grammar_checks import GrammarChecks
-from jaxserve.metrics import RequestMetrics, RequestRecord
+from jaxserve.metrics import RequestMetrics
 from jaxserve.parsing.message_parser import MessageParser
 from jaxserve.parsing.registry import (
     detect_reasoning_parser,
@@ -34,24 +27,13 @@ from jaxserve.parsing.registry import (
     reasoning_parser,
     tool_parser,
 )
-from jaxserve.sampling_params import INT64, MIN_TEMPERATURE, SamplingParams, check_ids
+from jaxserve.places import Places, TakenPlaces
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.streams import Answer, Delta, merge, stream_answer
 from jaxserve.tokenizer import Tokenizer
 
 INLINE_CHARS = 400
 """Texts up to this long are encoded at once: a hop to a thread costs more than the work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a front end takes on.
-
-    Attributes:
-      max_in_flight: answers under way at the same time, each of ``n`` and of a batch counting; more
-        are turned away with QueueFullError. A request for more than this is never served.
-    """
-
-    max_in_flight: int = 1024
 
 
 class Frontend:
@@ -62,7 +44,8 @@ class Frontend:
       tokenizer: of the model that the engine runs.
       model_names: the names under which the model is served; replies carry the first one.
       defaults: what counts where a request leaves something unset.
-      limits: how much to take on.
+      max_in_flight: answers under way at the same time, each of ``n`` and of a batch counting; more
+        are turned away with QueueFullError. A request for more than this is never served.
       chat_template: jinja source, instead of the tokenizer's own.
       template_variables: for the template, where a request does not set them.
       tool_call_parser: the format in which the model writes calls, a key of
@@ -80,7 +63,7 @@ class Frontend:
         *,
         model_names: Sequence[str],
         defaults: GenerationDefaults | None = None,
-        limits: Limits | None = None,
+        max_in_flight: int = 1024,
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
         tool_call_parser: str = "auto",
@@ -91,26 +74,24 @@ class Frontend:
         self.tokenizer = tokenizer
         self.model_names = tuple(model_names)
         self.defaults = defaults or GenerationDefaults()
-        self.limits = limits or Limits()
+        self.places = Places(max_in_flight)
         self.chat_template = chat_template or tokenizer.chat_template
         self.template_variables = dict(template_variables or {})
         self.tool_call_parser, self.reasoning_parser = _parsers(
             self.chat_template or "", tool_call_parser, reasoning_parser
         )
         self.vocab_size = ready.vocab_size
-        self.max_model_len = context_length(
-            max_model_len=ready.max_model_len,
-            num_blocks=ready.num_blocks,
-            block_size=ready.block_size,
-        )
+        self._builder = AnswerBuilder(ready, tokenizer, self.defaults)
+        self.max_model_len = self._builder.max_model_len
         self.fingerprint = _fingerprint(self.model_names[0], self.vocab_size, self.max_model_len)
         self.metrics = RequestMetrics(self.max_model_len)
         self.grammars = GrammarChecks(tokenizer)
-        self.num_in_flight = 0
         self._running: dict[str, str] = {}  # ids of answers -> ids of their requests
-        more = {i for i in self.defaults.eos_token_ids if i != tokenizer.eos_token_id}
-        self._more_end_tokens = tuple(sorted(more))
-        check_ids(self._more_end_tokens, self.vocab_size, param="eos_token_id")
+
+    @property
+    def num_in_flight(self) -> int:
+        """Answers accepted and not at their end."""
+        return self.places.num_taken
 
     @property
     def model_name(self) -> str:
@@ -203,51 +184,25 @@ class Frontend:
           ContextLengthError, InvalidRequestError: the request cannot be served.
           QueueFullError: too many answers are under way.
         """
-        params.check_token_ids(self.vocab_size)
-        if not INT64[0] <= priority <= INT64[1]:
-            raise InvalidRequestError(
-                f"priority must be between {INT64[0]} and {INT64[1]}, got {priority}",
-                param="priority",
-            )
         num_answers = len(prompts) * params.n
-        if num_answers > self.limits.max_in_flight:
+        if num_answers > self.places.limit:
             raise InvalidRequestError(
                 f"{len(prompts)} prompts with n={params.n} ask for {num_answers} answers; this "
-                f"server takes at most {self.limits.max_in_flight} at a time",
+                f"server takes at most {self.places.limit} at a time",
                 param=param,
             )
-        if default_max_tokens is None:
-            default_max_tokens = self.defaults.max_tokens
-        base = f"{request_id}-{uuid.uuid4().hex[:12]}"
-        answers: list[Answer] = []
-        for prompt_ids in prompts:
-            self._check_prompt(prompt_ids, params.max_tokens, param, length_param)
-            room = self.max_model_len - len(prompt_ids)
-            unasked = room if default_max_tokens is None else min(default_max_tokens, room)
-            max_tokens = unasked if params.max_tokens is None else params.max_tokens
-            for sample in range(params.n):
-                index = len(answers)
-                answers.append(
-                    Answer(
-                        index=index,
-                        request_id=f"{base}-{index}",
-                        prompt_ids=prompt_ids,
-                        params=self._answer_params(params, sample, max_tokens),
-                        eos_token_id=None if params.ignore_eos else self.tokenizer.eos_token_id,
-                        priority=priority,
-                        cache_salt=cache_salt,
-                        record=RequestRecord(
-                            time.monotonic(), len(prompt_ids), max_tokens, params.n
-                        ),
-                        parser=parsers[index] if parsers else None,
-                    )
-                )
-        if self.num_in_flight + num_answers > self.limits.max_in_flight:
-            raise QueueFullError(
-                f"{self.num_in_flight} requests are under way and the server takes at most "
-                f"{self.limits.max_in_flight}; try again later"
-            )
-        return self._run(answers, request_id)
+        answers = self._builder.build(
+            prompts,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            default_max_tokens=default_max_tokens,
+            param=param,
+            length_param=length_param,
+            parsers=parsers,
+        )
+        return self._run(answers, request_id, self.places.take(num_answers))
 
     def abort(self, request_id: str | None) -> int:
         """Ends the answers to requests of this id, or with None all. Returns how many there were.
@@ -262,8 +217,9 @@ class Frontend:
         self.engine.abort(ids)
         return len(ids)
 
-    async def _run(self, answers: list[Answer], owner: str) -> AsyncGenerator[Delta, None]:
-        self.num_in_flight += len(answers)
+    async def _run(
+        self, answers: list[Answer], owner: str, places: TakenPlaces
+    ) -> AsyncGenerator[Delta, None]:
         self._running |= {answer.request_id: owner for answer in answers}
         streams = [stream_answer(a, self.engine, self.tokenizer, self.metrics) for a in answers]
         try:
@@ -271,53 +227,11 @@ class Frontend:
                 async for delta in deltas:
                     yield delta
         finally:
-            self.num_in_flight -= len(answers)
+            places.give_back()
             for answer in answers:
                 del self._running[answer.request_id]
             longest = max(answer.record.num_generated for answer in answers)
             self.metrics.max_generation_tokens.observe(longest)
-
-    def _check_prompt(
-        self, prompt_ids: list[int], max_tokens: int | None, param: str, length_param: str
-    ) -> None:
-        """Raises if a prompt is not one to run."""
-        ready = self.engine.ready
-        try:
-            check_length(
-                len(prompt_ids),
-                max_tokens,
-                max_model_len=ready.max_model_len,
-                num_blocks=ready.num_blocks,
-                block_size=ready.block_size,
-            )
-        except InvalidRequestError as error:
-            field = param if error.param == "prompt" else length_param
-            raise type(error)(error.message, param=field) from error
-        check_ids(prompt_ids, self.vocab_size, param=param)
-
-    def _answer_params(
-        self, params: SamplingParams, sample: int, max_tokens: int
-    ) -> SamplingParams:
-        """The parameters of one answer, as the engine expects them."""
-        temperature = params.temperature
-        greedy = params.is_greedy
-        if not greedy and temperature < MIN_TEMPERATURE:
-            temperature = MIN_TEMPERATURE
-        seed = random.getrandbits(63) if params.seed is None else params.seed + sample
-        stop_ids = params.stop_token_ids
-        if self._more_end_tokens and not params.ignore_eos:
-            stop_ids = tuple(dict.fromkeys(stop_ids + self._more_end_tokens))
-        return msgspec.structs.replace(
-            params,
-            n=1,
-            temperature=temperature,
-            top_p=1.0 if greedy else params.top_p,
-            top_k=0 if greedy or params.top_k < 0 else params.top_k,
-            min_p=0.0 if greedy else params.min_p,
-            seed=(seed + 2**63) % 2**64 - 2**63,
-            max_tokens=max_tokens,
-            stop_token_ids=stop_ids,
-        )
 
     def _check_chars(self, text: str, param: str) -> None:
         """Refuses a text that is too long in any case, which spares encoding it."""

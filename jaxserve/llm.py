@@ -25,7 +25,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.process import load_factory
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
-from jaxserve.frontend import Frontend, Limits
+from jaxserve.frontend import Frontend
 from jaxserve.in_process import InProcessEngine
 from jaxserve.llm_outputs import CompletionOutput, LLMOutput, Prompt, as_prompts, collect
 from jaxserve.messages import Progress
@@ -94,7 +94,7 @@ class LLM:
                 served.tokenizer,
                 model_names=[served.name],
                 defaults=served.defaults,
-                limits=Limits(max_in_flight=sys.maxsize),
+                max_in_flight=sys.maxsize,
             )
         except BaseException:
             self.close()

@@ -23,7 +23,7 @@ from jaxserve.batch_run import run_batch
 from jaxserve.client import FACTORY, EngineClient
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.frontend import Frontend, Limits
+from jaxserve.frontend import Frontend
 from jaxserve.openai.prompts import render_prompt
 from jaxserve.openai.protocol import ChatRequest
 from jaxserve.progress_lines import ProgressLines
@@ -126,7 +126,7 @@ async def _open(config: EngineConfig, factory: str) -> AsyncGenerator[Frontend, 
             served.tokenizer,
             model_names=[served.name, config.model.model],
             defaults=served.defaults,
-            limits=Limits(max_in_flight=sys.maxsize),
+            max_in_flight=sys.maxsize,
         )
     finally:
         await client.close()

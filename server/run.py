@@ -19,7 +19,7 @@ from jaxserve.client import EngineClient
 from jaxserve.config import EngineConfig
 from jaxserve.engine_protocol import Engine
 from jaxserve.errors import ConfigError
-from jaxserve.frontend import Frontend, Limits
+from jaxserve.frontend import Frontend
 from jaxserve.served_model import ServedModel
 from server.app import create_app
 from server.console import Console
@@ -145,7 +145,7 @@ def make_frontend(
         model.tokenizer,
         model_names=api.served_model_name or (model.name,),
         defaults=model.defaults,
-        limits=Limits(max_in_flight=api.max_queue),
+        max_in_flight=api.max_queue,
         chat_template=chat_template,
         template_variables=settings.template_variables,
         tool_call_parser=settings.tool_call_parser,

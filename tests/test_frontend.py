@@ -13,7 +13,7 @@ from jaxserve.errors import (
     QueueFullError,
     UnknownModelError,
 )
-from jaxserve.frontend import Frontend, Limits
+from jaxserve.frontend import Frontend
 from jaxserve.generation_defaults import GenerationDefaults
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.streams import Delta
@@ -244,8 +244,10 @@ async def test_texts_that_can_never_fit_are_refused_without_being_encoded(monkey
 
 
 async def test_more_answers_than_the_limit_are_turned_away_until_there_is_room() -> None:
-    frontend = scripted_frontend("hello world", limits=Limits(max_in_flight=3))
+    frontend = scripted_frontend("hello world", max_in_flight=3)
     first = frontend.generate([1], SamplingParams(n=2))
+    with pytest.raises(QueueFullError):  # accepted counts, begun or not
+        frontend.generate([1], SamplingParams(n=2))
     await anext(first)
     with pytest.raises(QueueFullError):
         frontend.generate([1], SamplingParams(n=2))

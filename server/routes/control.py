@@ -43,7 +43,7 @@ def _facts(state: ServerState, frontend: Frontend) -> dict[str, Any]:
         "tool_call_parser": frontend.tool_call_parser,
         "reasoning_parser": frontend.reasoning_parser,
         "sampling_defaults": asdict(frontend.defaults),
-        "max_queue": frontend.limits.max_in_flight,
+        "max_queue": frontend.places.limit,
         "server_load": frontend.num_in_flight,
         "engines": {
             str(i): msgspec.structs.asdict(s) for i, s in sorted(frontend.engine.stats.items())

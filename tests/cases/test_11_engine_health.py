@@ -5,11 +5,15 @@ import contextlib
 import random
 import threading
 from collections import Counter
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
 
+from jaxserve.engine_protocol import Engine
+from jaxserve.messages import RequestOutput
 from jaxserve.testing.api_client import CHAT, COMPLETIONS, Streamed
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 from jaxserve.testing.tiny_tokenizer import full_backend
@@ -294,19 +298,42 @@ def test_js_170_long_chats_are_rendered_beside_the_loop(server, monkeypatch) -> 
     assert waiting.result()["usage"]["prompt_tokens"] == 1
 
 
-async def test_js_179_a_full_queue_says_so(serve, rand) -> None:
+class Held:
+    """An engine that starts nothing before it may."""
+
+    def __init__(self, engine: Engine, may_start: threading.Event) -> None:
+        self._engine = engine
+        self._may_start = may_start
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        assert await asyncio.to_thread(self._may_start.wait, 60)
+        async with contextlib.aclosing(self._engine.generate(*args, **options)) as outputs:
+            async for output in outputs:
+                yield output
+
+
+async def test_js_179_a_full_queue_says_so(serve, rand, monkeypatch) -> None:
+    """50 at once for 4 places: 46 hear at once that there are none, and 4 are served."""
     server = serve(rand, max_queue=4)
+    may_start = threading.Event()
+    monkeypatch.setattr(server.frontend, "engine", Held(server.frontend.engine, may_start))
     body = {"prompt": [1, 2], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    accepted, refused = [], []
     async with server.async_http() as client:
-        replies = await asyncio.gather(*(client.post(COMPLETIONS, json=body) for _ in range(50)))
-    accepted = [reply for reply in replies if reply.status_code == 200]
-    refused = [reply for reply in replies if reply.status_code == 429]
-    assert len(accepted) + len(refused) == 50
-    assert len(accepted) >= 4
-    assert refused
+        requests = [client.post(COMPLETIONS, json=body) for _ in range(50)]
+        for request in asyncio.as_completed(requests, timeout=60):
+            reply = await request
+            (accepted if reply.status_code == 200 else refused).append(reply)
+            if len(refused) == 46:
+                may_start.set()
+    assert len(accepted) == 4
     for reply in accepted:
         assert reply.json()["usage"]["completion_tokens"] == 200
     for reply in refused:
+        assert reply.status_code == 429
         assert int(reply.headers["retry-after"]) >= 1
         assert reply.json()["error"]["code"] == "queue_full"
     server.until_idle()

@@ -16,7 +16,7 @@ from jaxserve.errors import (
     RequestFailedError,
     UnknownModelError,
 )
-from jaxserve.frontend import Frontend, Limits
+from jaxserve.frontend import Frontend
 from jaxserve.openai import embeddings
 from jaxserve.openai.embeddings import EmbeddingRequest
 from jaxserve.openai.protocol import decode
@@ -142,10 +142,12 @@ async def test_what_does_not_fit_is_refused(frontend) -> None:
         assert caught.value.param == "input"
     with pytest.raises(UnknownModelError):
         await embed(frontend, IDS, model="other")
-    frontend.limits = Limits(max_in_flight=2)
-    frontend.num_in_flight = 1
+    frontend.places.limit = 2
+    held = frontend.places.take(1)
     with pytest.raises(QueueFullError):
         await embed(frontend, [IDS, IDS])
+    held.give_back()
+    await embed(frontend, [IDS, IDS])
 
 
 async def test_an_abort_from_elsewhere_is_an_error(frontend) -> None:

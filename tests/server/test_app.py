@@ -8,7 +8,6 @@ import pytest
 
 from jaxserve import __version__
 from jaxserve.errors import ConfigError, EngineDeadError
-from jaxserve.frontend import Limits
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_frontend import scripted_frontend
 from server.app import ROUTES
@@ -264,7 +263,7 @@ async def test_a_defect_is_a_500_that_tells_nothing(call, frontend, caplog) -> N
 
 
 async def test_beyond_the_limit_there_is_a_429_to_retry(call) -> None:
-    frontend = scripted_frontend("hello", limits=Limits(max_in_flight=1))
+    frontend = scripted_frontend("hello", max_in_flight=1)
     held = frontend.generate([1], SamplingParams())
     await anext(held)
     async with call(state=ServerState(frontend)) as client:

@@ -1,6 +1,7 @@
 """The program: starts the server, measures, prints a table.
 
 scripts/bench [--model M] [--num-requests N] [--output FILE] [-- SERVER_FLAG...]
+scripts/bench neighbours ...    what one request costs those beside it; see its --help
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxserve.bench import neighbours
 from jaxserve.bench.figures import Figures, LoadFigures, Machine
 from jaxserve.bench.http import Timing, stream_completion
 from jaxserve.bench.server_process import HOST, ServerProcess
@@ -26,6 +28,9 @@ from jaxserve.errors import JaxserveError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["neighbours"]:
+        return neighbours.main(argv[1:])
     args = make_parser().parse_args(argv)
     try:
         figures = asyncio.run(measure(args))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from jaxserve import __version__
 from jaxserve.bench.http import Timing
 
 
@@ -75,16 +76,23 @@ class Machine:
     versions: dict[str, str]
     date: str
 
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return (
+            f"{self.processor}, {self.num_cores} cores, {self.memory_bytes / 2**30:.0f} GiB; "
+            f"Python {self.python}, {versions}; {self.date}"
+        )
+
     @classmethod
     def this(cls) -> Machine:
         """This one, now."""
-        packages = ("jaxserve", "jax", "jaxlib")
+        packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
         return cls(
             processor=_processor(),
             num_cores=len(psutil.Process().cpu_affinity() or [0]),
             memory_bytes=psutil.virtual_memory().total,
             python=platform.python_version(),
-            versions={name: importlib.metadata.version(name) for name in packages},
+            versions={"jaxserve": __version__, **packages},
             date=datetime.date.today().isoformat(),
         )
 
@@ -119,8 +127,7 @@ class Figures:
 
     def table(self) -> str:
         """A table in Markdown."""
-        machine, alone, together = self.machine, self.alone, self.together
-        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+        alone, together = self.alone, self.together
         flags = f" with {' '.join(self.server_flags)}" if self.server_flags else ""
         rows = [
             ("start to first answer, nothing compiled before", _seconds(self.cold_start_s)),
@@ -142,9 +149,7 @@ class Figures:
         ]
         return "\n".join(
             [
-                f"{machine.processor}, {machine.num_cores} cores, "
-                f"{machine.memory_bytes / 2**30:.0f} GiB; Python {machine.python}, {versions}; "
-                f"{machine.date}",
+                str(self.machine),
                 f"{self.model}{flags}: {self.input_len} tokens in, {self.output_len} out, greedy",
                 "",
                 "| | |",

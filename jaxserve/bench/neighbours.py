@@ -1,0 +1,176 @@
+"""What one request that asks for more than its tokens costs the requests that run beside it.
+
+    scripts/bench neighbours [--model M] [--repeats N] [--output FILE] [-- SERVER_FLAG...]
+
+Plain greedy requests run together with one more request, which is plain too or of another kind.
+Runs alternate (plain, a kind, plain, the next kind...), and each is compared with the plain ones
+right before and after it, so that a machine that gets slower or faster on the way does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.bench.figures import Machine
+from jaxserve.bench.http import Timing, stream_completion
+from jaxserve.bench.server_process import HOST, ServerProcess
+from jaxserve.checkpoint.locate import open_tokenizer
+from jaxserve.config import ModelConfig
+from jaxserve.errors import JaxserveError
+
+Body = dict[str, Any]
+
+
+def kinds(output_len: int) -> dict[str, Body]:
+    """What the one more request asks for, by the name of its kind."""
+    numbers = {"type": "array", "items": {"type": "integer"}, "minItems": output_len}
+    schema = {"name": "numbers", "schema": numbers}
+    return {
+        "20 log probabilities": {"logprobs": 20},
+        "a JSON schema": {"response_format": {"type": "json_schema", "json_schema": schema}},
+        "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+        "top-p and top-k": {"temperature": 0.8, "top_p": 0.95, "top_k": 40},
+        "biases": {"logit_bias": {str(token): 1.0 for token in range(100)}},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourFigures:
+    """The time between two tokens of the neighbours.
+
+    Attributes:
+      plain_ms: beside a plain request, the median over the runs.
+      ratios: for each kind, one a repeat: the time beside such a request over that beside plain
+        ones.
+    """
+
+    machine: Machine
+    model: str
+    server_flags: list[str]
+    num_neighbours: int
+    input_len: int
+    output_len: int
+    plain_ms: float
+    ratios: dict[str, list[float]]
+
+    def table(self) -> str:
+        """A table in Markdown."""
+        flags = f" with {' '.join(self.server_flags)}" if self.server_flags else ""
+        return "\n".join(
+            [
+                str(self.machine),
+                f"{self.model}{flags}: {self.num_neighbours} greedy requests and one more, "
+                f"{self.input_len} tokens in, {self.output_len} out; {self.plain_ms:.1f} ms "
+                "between the tokens of the former if the latter is plain",
+                "",
+                "| the one more asks for | times as long between tokens: median, all |",
+                "|---|---|",
+                *(
+                    f"| {kind} | {statistics.median(r):.3f} ({', '.join(f'{x:.3f}' for x in r)}) |"
+                    for kind, r in self.ratios.items()
+                ),
+            ]
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    try:
+        figures = asyncio.run(measure(args))
+    except (JaxserveError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(figures.table())
+    if args.output is not None:
+        args.output.write_text(json.dumps(dataclasses.asdict(figures), indent=2) + "\n")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of this program."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench neighbours",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default=ModelConfig().model, help="(default: %(default)s)")
+    parser.add_argument("--num-neighbours", type=int, default=15, help="(default: 15)")
+    parser.add_argument("--input-len", type=int, default=32, help="(default: 32)")
+    parser.add_argument("--output-len", type=int, default=128, help="(default: 128)")
+    parser.add_argument("--repeats", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument(
+        "server_flags", nargs="*", metavar="SERVER_FLAG", help="after --: flags of the server"
+    )
+    return parser
+
+
+async def measure(args: argparse.Namespace) -> NeighbourFigures:
+    """Starts the server, runs every kind once to warm up, then compares."""
+    vocab_size = open_tokenizer(args.model).vocab_size
+    numbers = random.Random(args.seed)
+
+    def body() -> Body:
+        prompt = [numbers.randrange(vocab_size) for _ in range(args.input_len)]
+        length = args.output_len
+        return {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True}
+
+    asked = kinds(args.output_len)
+    plain: list[float] = []
+    ratios: dict[str, list[float]] = {kind: [] for kind in asked}
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--model", args.model, *args.server_flags]
+        with ServerProcess(flags, log=Path(folder, "server.log")) as server:
+            await server.until_healthy()
+            for kind in ({}, *asked.values()):
+                await _run(server, body, kind, args.num_neighbours)
+            for _ in range(args.repeats):
+                plain.append(await _run(server, body, {}, args.num_neighbours))
+                for kind, fields in asked.items():
+                    seconds = await _run(server, body, fields, args.num_neighbours)
+                    plain.append(await _run(server, body, {}, args.num_neighbours))
+                    ratios[kind].append(seconds / statistics.mean(plain[-2:]))
+                    print(f"{kind}: {ratios[kind][-1]:.3f}", file=sys.stderr, flush=True)
+    return NeighbourFigures(
+        machine=Machine.this(),
+        model=args.model,
+        server_flags=args.server_flags,
+        num_neighbours=args.num_neighbours,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        plain_ms=statistics.median(plain) * 1000,
+        ratios=ratios,
+    )
+
+
+async def _run(
+    server: ServerProcess, body: Callable[[], Body], fields: Body, num_neighbours: int
+) -> float:
+    """Seconds between two tokens of the neighbours of a request with these fields."""
+    bodies = [*(body() for _ in range(num_neighbours)), body() | fields]
+    timings = await asyncio.gather(*(stream_completion(HOST, server.port, each) for each in bodies))
+    return seconds_between_tokens(timings[:-1], beside=timings[-1])
+
+
+def seconds_between_tokens(neighbours: Sequence[Timing], *, beside: Timing) -> float:
+    """The mean over the neighbours, while all of them and the one beside them are answered."""
+    everybody = [*neighbours, beside]
+    begin_s = max(t.first_s for t in everybody)
+    end_s = min(t.last_s for t in everybody)
+    tokens = sum(t.tokens_at(end_s) - t.tokens_at(begin_s) for t in neighbours)
+    if tokens <= 0:
+        raise JaxserveError("the answers are too short to overlap; use a larger --output-len")
+    return (end_s - begin_s) * len(neighbours) / tokens

@@ -1,7 +1,10 @@
-"""Heads of requests that do not end, in bytes or in time, and clients that do not read."""
+"""What is not as it should be on a connection: heads without end, rests of requests that nobody
+wants, what is not HTTP, offers of other protocols, and clients that do not read."""
 
 import asyncio
 import contextlib
+import http.client
+import json
 import logging
 import socket
 from collections.abc import AsyncIterator
@@ -11,7 +14,8 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.http import MAX_HEAD_BYTES, HttpProtocol, HttpServer
+import server.http
+from server.http import MAX_HEAD_BYTES, PIECE_BYTES, HttpProtocol, HttpServer
 
 
 @contextlib.asynccontextmanager
@@ -47,11 +51,236 @@ async def test_a_head_that_does_not_come_closes_the_connection(begin) -> None:
         writer.close()
 
 
-async def test_a_head_of_any_size_does_not() -> None:
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the body of the request."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body, more = body + message["body"], message["more_body"]
+    await Response(body)(scope, receive, send)
+
+
+def head_of(num_bytes: int, first: bytes = b"GET / HTTP/1.1\r\n") -> bytes:
+    """A whole head of so many bytes."""
+    start, end = first + b"x: ", b"\r\n\r\n"
+    return start + b"y" * (num_bytes - len(start) - len(end)) + end
+
+
+async def exchange(port: int, *parts: bytes) -> bytes:
+    """What a server says until it closes. Each part is in its socket before it can read."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setblocking(False)
+        for part in parts:
+            assert connection.send(part) == len(part)
+            await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        with contextlib.suppress(ConnectionError):
+            reply = await reader.read()
+        writer.close()
+        return reply
+
+
+def statuses(replies: bytes) -> list[int]:
+    return [int(part[:3]) for part in replies.split(b"HTTP/1.1 ")[1:]]
+
+
+def error_in(reply: bytes) -> dict[str, object]:
+    """The error of the last reply."""
+    head, _, body = reply.rpartition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head
+    assert b"connection: close" in head
+    return json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("step", [MAX_HEAD_BYTES * 4, 5000])
+@pytest.mark.parametrize(
+    "begin", [b"GET / HTTP/1.1\r\n", b"GET /" + b"z" * 40_000 + b" HTTP/1.1\r\n"]
+)
+async def test_a_head_has_a_limit_however_it_comes(begin, step) -> None:
     async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
+        for size, status in ((MAX_HEAD_BYTES, 200), (MAX_HEAD_BYTES + 1, 431)):
+            head = head_of(size, begin + b"connection: close\r\n")
+            parts = [head[i : i + step] for i in range(0, size, step)]
+            reply = await exchange(port, *parts)
+            assert statuses(reply) == [status]
+        error = error_in(reply)
+        assert (error["type"], error["code"]) == ("RequestTooLargeError", 431)
+        assert str(MAX_HEAD_BYTES) in str(error["message"])
+
+
+@pytest.mark.parametrize("padding", [b"x: " + b" " * 70_000 + b"y", b"x: y\r\n" * 12_000])
+async def test_a_head_has_a_limit_whatever_it_is_made_of(padding) -> None:
+    async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
+        reply = await exchange(port, b"GET / HTTP/1.1\r\n" + padding + b"\r\n\r\n")
+        assert statuses(reply) == [431]
+        assert statuses(await exchange(port, b"GET / HTTP/1.1\r\n" + padding)) == [431]
+
+
+async def test_a_head_after_another_request_has_a_limit() -> None:
+    before = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\nbody"
+    async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
+        for size, answered in ((MAX_HEAD_BYTES, 2), (MAX_HEAD_BYTES + PIECE_BYTES, 1)):
+            head = head_of(size, b"GET / HTTP/1.1\r\nconnection: close\r\n")
+            assert statuses(await exchange(port, before + head)) == [200] * answered
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET / HTTP/1.1\r\nx: " + b"y" * (MAX_HEAD_BYTES + 1000))
-        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        for size, status in ((MAX_HEAD_BYTES, b"200"), (MAX_HEAD_BYTES + 1, b"431")):
+            writer.write(before)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(head_of(size))
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 " + status)
+        writer.close()
+
+
+CHUNKED = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("rest", [b"0\r\n" + b"a: b\r\n" * 20_000, b"5;" + b"x" * 100_000])
+async def test_what_comes_between_parts_of_a_body_has_a_limit(rest) -> None:
+    ends: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (message := await receive()).get("more_body"):
+            pass
+        ends.append(message["type"])
+
+    async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(20):
+        assert statuses(await exchange(port, CHUNKED, rest)) == [431]
+    assert ends == ["http.disconnect"]
+
+
+async def test_the_parts_of_a_body_may_be_many() -> None:
+    parts = b"1\r\nx\r\n" * 20_000 + b"0\r\na: b\r\n\r\n"
+    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(CHUNKED + parts)
+        await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(20_000) == b"x" * 20_000
+        writer.close()
+
+
+MANY = 30_000_000
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("closes", [False, True])
+async def test_an_answer_before_the_end_of_a_body_is_read(closes, is_chunked) -> None:
+    """By a client that sends all before it reads."""
+    headers = {"connection": "close"} if closes else {}
+    app = Response(b"no", 413, headers)
+
+    def talk(port: int) -> list[tuple[int, bytes]]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        replies = []
+        for _ in range(2):
+            body = [b" " * 100_000] * (MANY // 100_000) if is_chunked else b" " * MANY
+            connection.request("POST", "/", body, encode_chunked=is_chunked)
+            reply = connection.getresponse()
+            replies.append((reply.status, reply.read()))
+        connection.close()
+        return replies
+
+    async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(60):
+        assert await asyncio.to_thread(talk, port) == [(413, b"no")] * 2
+
+
+async def write_forever(writer: asyncio.StreamWriter, data: bytes) -> None:
+    while True:
+        writer.write(data)
+        await writer.drain()
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_the_rest_of_a_request_has_a_limit(closes, monkeypatch) -> None:
+    monkeypatch.setattr(server.http, "MAX_UNREAD_BYTES", 100_000)
+    app = Response(headers={"connection": "close"} if closes else {})
+    async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\ncontent-length: 1000000000\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            await write_forever(writer, b" " * 50_000)
+        writer.close()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_the_rest_of_a_request_has_little_time(closes, monkeypatch) -> None:
+    monkeypatch.setattr(server.http, "UNREAD_TIMEOUT_S", 0.1)
+    app = Response(headers={"connection": "close"} if closes else {})
+    async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\ncontent-length: 1000000000\r\n\r\n")
+        await reader.read()
+        with pytest.raises(ConnectionError):
+            await write_forever(writer, b" ")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        *(b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00"),
+        *(b"GET / HTTP/1.1\r\na b: c\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+        *(b"GET /\xff HTTP/1.1\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n"),
+        CHUNKED + b"zz\r\n",
+    ],
+)
+async def test_what_is_not_http_is_answered_like_other_errors(begin, caplog) -> None:
+    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
+        reply = await exchange(port, begin, b"and more\r\n" * 5000)
+        assert statuses(reply) == [400]
+        error = error_in(reply)
+        assert (error["type"], error["code"]) == ("BadRequestError", 400)
+        assert "request" in str(error["message"]).lower() or "CONNECT" in str(error["message"])
+    assert not caplog.records
+
+
+async def test_requests_before_what_is_not_http_are_answered() -> None:
+    good = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n"
+    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
+        reply = await exchange(port, good + b"one!" + good + b"two!" + b"%" * 200_000)
+        assert statuses(reply) == [200, 200]
+        assert reply.index(b"one!") < reply.index(b"two!")
+
+
+WEBSOCKET = b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMA\r\n"
+
+
+@pytest.mark.parametrize("offer", [WEBSOCKET, H2C])
+async def test_offers_of_another_protocol_are_ignored(offer, caplog) -> None:
+    post = b"POST / HTTP/1.1\r\nhost: x\r\n" + offer
+    requests = [
+        post + b"content-length: 4\r\n\r\nbody",
+        post + b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n",
+    ]
+    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for request in requests:
+            for cut in range(len(request) - 30, len(request) + 1, 2):
+                writer.write(request[:cut])
+                await writer.drain()
+                await asyncio.sleep(0)
+                writer.write(request[cut:])
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+                assert await reader.readexactly(4) == b"body"
+        writer.write(b"".join(requests))
+        for _ in requests:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            assert await reader.readexactly(4) == b"body"
+        writer.close()
+    assert not caplog.records
+
+
+async def test_line_breaks_do_not_keep_a_connection() -> None:
+    async with serving(keep_alive_s=0.2) as port, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\r\n")
+        assert await reader.read() == b""
         writer.close()
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import signal
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-import msgspec
 import zmq.asyncio
 
 from jaxserve import errors
@@ -29,7 +26,6 @@ from jaxserve.messages import (
     Submit,
 )
 from jaxserve.replica import Replica
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.transport import EventReceiver, RequestSender, SocketFolder
 
 logger = logging.getLogger(__name__)
@@ -116,39 +112,16 @@ class EngineClient:
         """Requests on board of all engines."""
         return sum(len(replica.in_flight) for replica in self._replicas)
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        eos_token_id: int | None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
         """See `Engine.generate`. The request goes to the engine with the smallest score."""
-        replica = self._pick(request_id)
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        submit = Submit(
-            request_id,
-            list(prompt_token_ids),
-            params,
-            eos_token_id=eos_token_id,
-            priority=priority,
-            arrival_s=time.monotonic(),
-            cache_salt=cache_salt,
-        )
-        request = replica.submit(submit)
+        replica = self._pick(request.request_id)
+        on_board = replica.submit(request)
         try:
-            while True:
-                output = await request.stream.next()
+            async for output in on_board.stream:
                 yield output
-                if output.finish_reason is not None:
-                    return
         finally:
-            if replica.in_flight.get(request_id) is request:
-                replica.abort([request_id])
+            if replica.in_flight.get(request.request_id) is on_board:
+                replica.abort([request.request_id])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `Engine.abort`."""

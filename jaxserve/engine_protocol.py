@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
-from jaxserve.messages import Ready, RequestOutput, StepStats
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.messages import Ready, RequestOutput, StepStats, Submit
 
 
 class Engine(Protocol):
@@ -22,16 +21,7 @@ class Engine(Protocol):
         """The newest state of each engine, by its index."""
         ...
 
-    def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        eos_token_id: int | None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> AsyncGenerator[RequestOutput, None]:
+    def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
         """Runs one request and yields what it generates, as it comes.
 
         The request is on its way when the first item is asked for. The last output, and no other,
@@ -39,13 +29,8 @@ class Engine(Protocol):
         generator before that (``aclose``, best by `contextlib.aclosing`) aborts the request.
 
         Args:
-          prompt_token_ids: at least one id, each in ``[0, ready.vocab_size)``.
-          params: ``n`` is 1. Without a seed one is drawn.
-          request_id: unlike that of any request under way, or that was aborted a moment ago: what
-            was still on its way to that one would be taken for this one's.
-          eos_token_id: the token that ends the answer, or None if there is none or it is ignored.
-          priority: smaller goes first, under the priority policy.
-          cache_salt: only requests with the same one share what is cached of their prompts.
+          request: its id is unlike that of any request under way, or that was aborted a moment ago:
+            what was still on its way to that one would be taken for this one's.
 
         Raises:
           InvalidRequestError: the id is already in use.

@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import secrets
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
-
-import msgspec
 
 from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.process import EngineLoop
@@ -29,7 +25,6 @@ from jaxserve.messages import (
     Submit,
 )
 from jaxserve.output_stream import OutputStream
-from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -82,40 +77,17 @@ class InProcessEngine:
         if self._error is not None:
             raise self._error
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        eos_token_id: int | None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
         """See `Engine.generate`."""
         self.check_health()
+        request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequestError(f"the request id {request_id!r} is in use")
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         stream = self._streams[request_id] = OutputStream()
-        self._inbox.put(
-            Submit(
-                request_id,
-                list(prompt_token_ids),
-                params,
-                eos_token_id=eos_token_id,
-                priority=priority,
-                arrival_s=time.monotonic(),
-                cache_salt=cache_salt,
-            )
-        )
+        self._inbox.put(request)
         try:
-            while True:
-                output = await stream.next()
+            async for output in stream:
                 yield output
-                if output.finish_reason is not None:
-                    return
         finally:
             if self._streams.get(request_id) is stream:  # it has not finished
                 del self._streams[request_id]

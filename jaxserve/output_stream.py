@@ -17,11 +17,12 @@ class OutputStream:
     reader run on the same event loop. Outputs belong to the stream from the moment they are pushed.
     """
 
-    __slots__ = ("_changed", "_error", "_output")
+    __slots__ = ("_changed", "_ended", "_error", "_output")
 
     def __init__(self) -> None:
         self._output: RequestOutput | None = None
         self._error: JaxserveError | None = None
+        self._ended = False
         self._changed = asyncio.Event()
 
     def push(self, output: RequestOutput) -> None:
@@ -34,11 +35,18 @@ class OutputStream:
         self._error = error
         self._changed.set()
 
-    async def next(self) -> RequestOutput:
+    def __aiter__(self) -> OutputStream:
+        """What comes, as it comes, up to the output that has a finish reason."""
+        return self
+
+    async def __anext__(self) -> RequestOutput:
         """Waits for what has come since the last call. Raises what `fail` was given."""
+        if self._ended:
+            raise StopAsyncIteration
         await self._changed.wait()
         if self._output is not None:
             output, self._output = self._output, None
+            self._ended = output.finish_reason is not None
             if self._error is None:
                 self._changed.clear()
             return output

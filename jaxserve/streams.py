@@ -14,7 +14,7 @@ import msgspec
 from jaxserve.detokenizer import Detokenizer
 from jaxserve.engine_protocol import Engine
 from jaxserve.errors import RequestFailedError
-from jaxserve.messages import FinishReason, RequestOutput, TokenLogprobs
+from jaxserve.messages import FinishReason, RequestOutput, Submit, TokenLogprobs
 from jaxserve.metrics import RequestMetrics, RequestRecord
 from jaxserve.parsed_text import ParsedStep, ParsedText
 from jaxserve.parsing.events import Event
@@ -83,17 +83,19 @@ async def stream_answer(
     Raises:
       EngineDeadError, RequestFailedError: there will be no more of this answer.
     """
-    params = answer.params
     detokenizer = _detokenizer(answer, tokenizer)
-    outputs = engine.generate(
-        answer.prompt_ids,
-        msgspec.structs.replace(params, stop=()),
-        request_id=answer.request_id,
-        eos_token_id=answer.eos_token_id,
-        priority=answer.priority,
-        cache_salt=answer.cache_salt,
-    )
     record, ended = answer.record, "abort"
+    outputs = engine.generate(
+        Submit(
+            answer.request_id,
+            answer.prompt_ids,
+            msgspec.structs.replace(answer.params, stop=()),
+            eos_token_id=answer.eos_token_id,
+            priority=answer.priority,
+            arrival_s=record.arrival_s,
+            cache_salt=answer.cache_salt,
+        )
+    )
     delta = None
     try:
         async with aclosing(outputs):

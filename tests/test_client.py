@@ -10,7 +10,7 @@ import uvloop
 from jaxserve.client import EngineClient
 from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
-from jaxserve.messages import FinishReason, Progress
+from jaxserve.messages import FinishReason, Progress, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, expected_tokens
 
@@ -58,8 +58,7 @@ def factory(tmp_path, monkeypatch):
 
 
 def generate(client, prompt=(1, 2, 3), params=ENDLESS, request_id="a", **options):
-    options.setdefault("eos_token_id", None)
-    return contextlib.aclosing(client.generate(prompt, params, request_id=request_id, **options))
+    return contextlib.aclosing(client.generate(Submit(request_id, list(prompt), params, **options)))
 
 
 async def collect(client, prompt=(1, 2, 3), params=ENDLESS, request_id="a", **options):
@@ -177,15 +176,6 @@ async def test_requests_that_are_over_do_not_count(start):
     # The first engine was busy with three prompt tokens all the time.
     assert [stats.total_prompt_tokens for stats in client.stats.values()] == [3, 10]
     endless.cancel()
-
-
-async def test_a_seed_is_drawn_for_those_who_give_none(start):
-    client = await start()
-    params = SamplingParams(max_tokens=8)
-    answers = [await collect(client, params=params) for _ in range(3)]
-    assert len(set(map(tuple, answers))) == 3
-    seeded = SamplingParams(max_tokens=8, seed=-5)
-    assert await collect(client, params=seeded) == expect(client, (1, 2, 3), seeded)
 
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
@@ -353,7 +343,7 @@ async def test_health_fails_while_requests_are_on_board_and_nothing_moves(start)
 
 async def test_health_fails_when_an_engine_is_stuck_and_its_clients_have_given_up(start):
     client = await start(SLOW, stuck_after_s=0.5)
-    stream = client.generate([1], ENDLESS, request_id="a", eos_token_id=None)
+    stream = client.generate(Submit("a", [1], ENDLESS))
     await anext(stream)
     os.kill(client.ready.pid, signal.SIGSTOP)
     await stream.aclose()
@@ -367,7 +357,7 @@ async def test_health_fails_when_an_engine_is_stuck_and_its_clients_have_given_u
 async def test_a_request_that_cannot_be_sent_is_not_on_board(start):
     client = await start()
     too_large = SamplingParams(max_tokens=2**70, seed=1)
-    stream = client.generate([1], too_large, request_id="a", eos_token_id=None)
+    stream = client.generate(Submit("a", [1], too_large))
     with pytest.raises(OverflowError):
         await anext(stream)
     assert client.num_in_flight == 0

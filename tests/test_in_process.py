@@ -12,7 +12,7 @@ from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.core import EngineCore
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
 from jaxserve.in_process import InProcessEngine
-from jaxserve.messages import FinishReason, Progress, RequestOutput
+from jaxserve.messages import FinishReason, Progress, RequestOutput, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
@@ -49,8 +49,8 @@ async def start():
 def generate(
     engine: InProcessEngine, prompt: list[int], request_id: str = "a", **params
 ) -> AsyncGenerator[RequestOutput, None]:
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 20, **params})
-    return engine.generate(prompt, params, request_id=request_id, eos_token_id=None)
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 20, "seed": 0, **params})
+    return engine.generate(Submit(request_id, prompt, params))
 
 
 async def read(outputs: AsyncGenerator[RequestOutput, None]) -> list[int]:
@@ -63,7 +63,7 @@ async def read(outputs: AsyncGenerator[RequestOutput, None]) -> list[int]:
 
 
 def expected(prompt: list[int], **params) -> list[int]:
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 20, **params})
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 20, "seed": 0, **params})
     return expected_tokens(prompt, params, FAKE, context_length=fake_engine.MAX_MODEL_LEN)
 
 
@@ -91,12 +91,14 @@ async def test_many_at_once_each_as_if_alone(start) -> None:
     await until_idle(engine)
 
 
-async def test_a_seed_is_drawn_when_there_is_none(start) -> None:
+async def test_a_seed_decides(start) -> None:
     engine = await start()
-    answers = [await read(generate(engine, [1, 2], f"r{i}", temperature=1.0)) for i in range(2)]
+    answers = [
+        await read(generate(engine, [1, 2], f"r{seed}", temperature=1.0, seed=seed))
+        for seed in (5, 6, 5)
+    ]
+    assert answers[0] == answers[2] == expected([1, 2], temperature=1.0, seed=5)
     assert answers[0] != answers[1]
-    again = await read(generate(engine, [1, 2], temperature=1.0, seed=5))
-    assert again == expected([1, 2], temperature=1.0, seed=5)
 
 
 async def test_closing_the_generator_frees_what_it_held(start) -> None:

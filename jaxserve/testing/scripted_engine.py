@@ -6,11 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-import msgspec
-
 from jaxserve.errors import EngineDeadError
 from jaxserve.messages import FinishReason, Ready, RequestOutput, StepStats, Submit, TokenLogprobs
-from jaxserve.sampling_params import SamplingParams
 
 READY = Ready(
     engine=0,
@@ -84,23 +81,13 @@ class ScriptedEngine:
             if request_id in self._running:
                 self._running[request_id].set()
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        eos_token_id: int | None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
         """See `Engine.generate`."""
         self.check_health()
-        submit = Submit(request_id, list(prompt_token_ids), params, eos_token_id, priority)
-        submit = msgspec.structs.replace(submit, cache_salt=cache_salt)
-        self.submitted.append(submit)
+        self.submitted.append(request)
+        request_id, params = request.request_id, request.params
         told_to_end = self._running[request_id] = asyncio.Event()
-        tokens, reason, stop_reason = self._answer(submit)
+        tokens, reason, stop_reason = self._answer(request)
         scheduled_s = time.monotonic()
         finished = False
         try:
@@ -109,7 +96,7 @@ class ScriptedEngine:
                     yield RequestOutput(request_id, [], FinishReason.ABORT)
                     return
                 finished = True
-                vector = embedding_of(prompt_token_ids, params.pooling)
+                vector = embedding_of(request.prompt_token_ids, params.pooling)
                 yield RequestOutput(request_id, [], FinishReason.STOP, embedding=vector)
                 return
             for start in range(0, len(tokens), self._tokens_per_output):
@@ -127,9 +114,9 @@ class ScriptedEngine:
                     reason if finished else None,
                     stop_reason if finished else None,
                     logprobs,
-                    num_cached_tokens=len(prompt_token_ids) // 16 * 16,
+                    num_cached_tokens=len(request.prompt_token_ids) // 16 * 16,
                     scheduled_s=scheduled_s,
-                    prompt_logprobs=_prompt_logprobs(submit) if start == 0 else None,
+                    prompt_logprobs=_prompt_logprobs(request) if start == 0 else None,
                 )
         finally:
             del self._running[request_id]

@@ -28,7 +28,7 @@ import pytest
 
 from jaxserve.bench.server_process import ServerProcess
 from jaxserve.engine_protocol import Engine
-from jaxserve.messages import RequestOutput
+from jaxserve.messages import RequestOutput, Submit
 from jaxserve.testing.api_client import ApiClient
 from jaxserve.testing.scripted_checkpoint import write_scripted
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
@@ -69,8 +69,8 @@ class OneByOne:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
-        async with contextlib.aclosing(self._engine.generate(*args, **options)) as outputs:
+    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
+        async with contextlib.aclosing(self._engine.generate(request)) as outputs:
             async for output in outputs:
                 last = max(len(output.token_ids) - 1, 0)
                 for i in range(last + 1):

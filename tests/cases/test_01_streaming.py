@@ -223,9 +223,9 @@ class FailingEngine:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    async def generate(self, prompt_token_ids, params, *, request_id, **options):
-        left = self._after if prompt_token_ids == self._prompt else math.inf
-        outputs = self._engine.generate(prompt_token_ids, params, request_id=request_id, **options)
+    async def generate(self, request):
+        left = self._after if request.prompt_token_ids == self._prompt else math.inf
+        outputs = self._engine.generate(request)
         async for output in outputs:
             if len(output.token_ids) < left:
                 left -= len(output.token_ids)
@@ -233,11 +233,11 @@ class FailingEngine:
                 continue
             if left:
                 ids = output.token_ids[:left]
-                yield RequestOutput(request_id, ids, scheduled_s=output.scheduled_s)
+                yield RequestOutput(request.request_id, ids, scheduled_s=output.scheduled_s)
             await outputs.aclose()
             if self._how == "bug":
                 raise RuntimeError("secret")
-            yield RequestOutput(request_id, [], FinishReason.ERROR)
+            yield RequestOutput(request.request_id, [], FinishReason.ERROR)
             return
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.locate import open_checkpoint
-from jaxserve.messages import RequestOutput
+from jaxserve.messages import RequestOutput, Submit
 from jaxserve.testing.api_client import CHAT, COMPLETIONS
 from jaxserve.testing.reference import Reference
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
@@ -67,12 +67,12 @@ class Together:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
         self.num_here += 1
         if self.num_here == self._count:
             self._complete.set()
         await self._complete.wait()
-        async with contextlib.aclosing(self._engine.generate(*args, **options)) as outputs:
+        async with contextlib.aclosing(self._engine.generate(request)) as outputs:
             async for output in outputs:
                 yield output
 

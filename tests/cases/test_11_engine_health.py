@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from jaxserve.engine_protocol import Engine
-from jaxserve.messages import RequestOutput
+from jaxserve.messages import RequestOutput, Submit
 from jaxserve.testing.api_client import CHAT, COMPLETIONS, Streamed
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 from jaxserve.testing.tiny_tokenizer import full_backend
@@ -308,9 +308,9 @@ class Held:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
         assert await asyncio.to_thread(self._may_start.wait, 60)
-        async with contextlib.aclosing(self._engine.generate(*args, **options)) as outputs:
+        async with contextlib.aclosing(self._engine.generate(request)) as outputs:
             async for output in outputs:
                 yield output
 

@@ -324,7 +324,7 @@ async def test_interrupts_and_polite_kills_are_left_to_the_front(client):
         os.kill(client.ready.pid, signal.SIGINT)
         os.kill(client.ready.pid, signal.SIGTERM)
     params = SamplingParams(max_tokens=5, seed=0)
-    outputs = client.generate([1], params, request_id="a", eos_token_id=None)
+    outputs = client.generate(Submit("a", [1], params))
     tokens = [token async for output in outputs for token in output.token_ids]
     assert tokens == expected_tokens([1], params, FakeModel(), context_length=1024)
     client.check_health()

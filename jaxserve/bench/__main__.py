@@ -1,6 +1,7 @@
 """The program: starts the server, measures, prints a table.
 
 scripts/bench [--model M] [--num-requests N] [--output FILE] [-- SERVER_FLAG...]
+scripts/bench front ...         what a streamed token costs the front process; see its --help
 scripts/bench neighbours ...    what one request costs those beside it; see its --help
 """
 
@@ -17,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import neighbours
+from jaxserve.bench import front, neighbours
 from jaxserve.bench.figures import Figures, LoadFigures, Machine
 from jaxserve.bench.http import Timing, stream_completion
 from jaxserve.bench.server_process import HOST, ServerProcess
@@ -29,6 +30,8 @@ from jaxserve.errors import JaxserveError
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["front"]:
+        return front.main(argv[1:])
     if argv[:1] == ["neighbours"]:
         return neighbours.main(argv[1:])
     args = make_parser().parse_args(argv)

@@ -93,13 +93,21 @@ class ServerProcess:
 
     def cpu_seconds(self) -> float:
         """Processor time that all processes have used so far."""
-        times = [process.cpu_times() for process in self._processes()]
-        return sum(t.user + t.system for t in times)
+        return sum(map(_cpu_seconds, self._processes()))
+
+    def front_cpu_seconds(self) -> float:
+        """Processor time that the front alone has used so far."""
+        return _cpu_seconds(psutil.Process(self._process.pid))
 
     def _processes(self) -> list[psutil.Process]:
         """The front and its engines."""
         front = psutil.Process(self._process.pid)
         return [front, *front.children(recursive=True)]
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def _peak_bytes(process: psutil.Process) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.limits import context_length
+from jaxserve.core.plan import Runner
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.core import EngineCore
@@ -32,6 +33,22 @@ def build(
       ConfigError: the name of the model has options that a fake does not know.
     """
     model = FakeModel.parse(config.model.model)
+
+    def make_runner(num_blocks: int, block_size: int) -> Runner:
+        return FakeRunner(model, num_blocks=num_blocks, block_size=block_size)
+
+    return build_around(make_runner, config, engine, on_progress, vocab_size=model.vocab_size)
+
+
+def build_around(
+    make_runner: Callable[[int, int], Runner],
+    config: EngineConfig,
+    engine: int,
+    on_progress: Callable[[Progress], None],
+    *,
+    vocab_size: int,
+) -> BuiltEngine:
+    """Builds engine number ``engine`` on the runner for so many blocks of a size."""
     on_progress(Progress(engine, "load weights", 0, 2, "tensors"))
     on_progress(Progress(engine, "load weights", 2, 2, "tensors", seconds=0.0))
     block_size = config.cache.block_size
@@ -51,13 +68,13 @@ def build(
         block_size=block_size,
         policy=config.scheduler.policy,
     )
-    runner = FakeRunner(model, num_blocks=num_blocks, block_size=block_size)
+    runner = make_runner(num_blocks, block_size)
     on_progress(Progress(engine, "compile", 1, 1, "programs", seconds=0.0))
     ready = Ready(
         engine=engine,
         pid=os.getpid(),
         max_model_len=max_model_len,
-        vocab_size=model.vocab_size,
+        vocab_size=vocab_size,
         hidden_size=POOLED_WIDTH,
         block_size=block_size,
         num_blocks=num_blocks,

@@ -1,0 +1,81 @@
+"""What a streamed token costs, of a server that repeats what it is told."""
+
+import json
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxserve.bench import front
+from jaxserve.bench.__main__ import main
+
+
+def test_every_endpoint_is_measured(
+    front_checkpoint: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(front, "PACES", (40,))
+    monkeypatch.setattr(front, "SETTLE_S", 0.1)
+    output = tmp_path / "figures.json"
+    small = ["--model", str(front_checkpoint), "--streams", "5", "--seconds", "1"]
+    assert main(["front", *small, "--output", str(output)]) == 0
+    found = json.loads(output.read_text())["figures"]
+    assert [figures["endpoint"] for figures in found] == ["completions", "chat"]
+    for figures in found:
+        assert figures["tokens_per_s"] > 0
+        assert figures["events_per_token"] > 0
+        assert figures["cpu_us_per_token"] > 0
+    assert "| chat, 40 tokens/s a stream |" in capsys.readouterr().out
+
+
+class Pouring:
+    """A server whose answer to anything is these pieces."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = pieces
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._taken = [threading.Event() for _ in pieces]
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def go_on(self, piece: int) -> None:
+        self._taken[piece].set()
+
+    def close(self) -> None:
+        self._thread.join()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            connection.recv(2**16)
+            for piece, taken in zip(self._pieces, self._taken, strict=True):
+                connection.sendall(piece)
+                assert taken.wait(60)
+
+
+def test_events_are_counted_wherever_they_are_cut() -> None:
+    server = Pouring(b"HTTP/1.1 200 OK\r\n\r\ndata: 1\n", b"\ndata: 2\n\ndata: 3\n\n", b"data: 4\n")
+    with front.Streams(server.port, "chat", 1, 10) as streams:
+        streams.read(until_all_began=True)
+        assert streams.num_events == 0
+        server.go_on(0)
+        while streams.num_events < 3:
+            streams.read(seconds=0.01)
+        server.go_on(1)
+        streams.read(seconds=0.05)
+        assert streams.num_events == 3
+        server.go_on(2)
+        with pytest.raises(ConnectionError, match="ended"):
+            streams.read(seconds=60)
+    server.close()
+
+
+def test_streams_that_do_not_begin() -> None:
+    server = Pouring(b"HTTP/1.1 200 OK\r\n\r\n")
+    with front.Streams(server.port, "chat", 1, 10) as streams:
+        with pytest.raises(ConnectionError, match="1 streams have not begun"):
+            streams.read(seconds=0.05, until_all_began=True)
+        server.go_on(0)
+    server.close()

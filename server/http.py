@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httptools
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from jaxserve.openai.errors import make_error
+from server.chunks import EXTENSION, write_chunk
 from server.errors import TYPES
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -145,6 +147,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self.cycle.transport = _Outgoing(self, self.cycle)  # type: ignore[assignment]
+        # The application has not begun: it runs in a task.
+        self.scope["extensions"] = {EXTENSION: {"write": partial(write_chunk, self.cycle)}}
 
     def on_body(self, body: bytes) -> None:
         """A part of the body of a request."""

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.chunks import chunk_writer
 from server.errors import logger, reply_to
 
 T = TypeVar("T")
@@ -89,27 +90,23 @@ class EventStream(Response):
             {"type": "http.response.start", "status": 200, "headers": self.raw_headers.copy()}
         )
         try:
-            await unless_gone(receive, self._send_all(send))
+            await unless_gone(receive, self._send_all(scope, send))
         except ClientDisconnect:
             return
 
-    async def _send_all(self, send: Send) -> None:
-        event = self._framing.event
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        event, write = self._framing.event, chunk_writer(scope, send)
         async with aclosing(self._chunks) as chunks:
             try:
-                await send(_body(event(self._first)))
+                await write(event(self._first))
                 async for chunk in chunks:
-                    await send(_body(event(chunk)))
+                    await write(event(chunk))
             except Exception as error:
                 reply = reply_to(error)
                 if reply.status == 500:
                     logger.exception("a stream was broken off")
-                await send(_body(event(reply.body)))
+                await write(event(reply.body))
         await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
-
-
-def _body(data: bytes) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": data, "more_body": True}
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

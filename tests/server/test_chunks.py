@@ -1,0 +1,113 @@
+"""Pieces of a body that go the short way to the connection, and by ASGI messages."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.chunks import EXTENSION, WriteChunk, chunk_writer
+from server.run import http_server
+from server.settings import ServerSettings
+
+GET = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+def streaming(pour: Callable[[WriteChunk], Awaitable[None]]) -> ASGIApp:
+    """An application whose body is what ``pour`` writes, in ASGI messages at /messages."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/messages":
+            del scope["extensions"][EXTENSION]
+        else:
+            assert EXTENSION in scope["extensions"]
+        await pour(chunk_writer(scope, send))
+        await send({"type": "http.response.body", "body": b"end", "more_body": False})
+
+    return app
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp) -> AsyncIterator[int]:
+    """Serves an application; gives the port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        server = http_server(app, ServerSettings())  # type: ignore[arg-type]
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def test_both_ways_look_the_same() -> None:
+    async def pour(write: WriteChunk) -> None:
+        for size in (1, 15, 16, 17, 300, 70_000):
+            await write(bytes([size % 256]) * size)
+            await asyncio.sleep(0)
+
+    async def get(path: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET % path)
+        reply = await reader.read()
+        writer.close()
+        head, _, body = reply.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        return body
+
+    async with asyncio.timeout(20), serving(streaming(pour)) as port:
+        body = await get(b"/")
+        assert body == await get(b"/messages")
+    assert len(body) > 70_000
+    assert body.endswith(b"3\r\nend\r\n0\r\n\r\n")
+
+
+async def test_whoever_does_not_read_is_waited_for() -> None:
+    num_bytes = 0
+    is_held_up = asyncio.Event()
+
+    async def pour(write: WriteChunk) -> None:
+        nonlocal num_bytes
+        for _ in range(64):
+            writing = asyncio.ensure_future(write(b"x" * 2**20))
+            done, _ = await asyncio.wait({writing}, timeout=0.2)
+            if not done:
+                is_held_up.set()
+            await writing
+            num_bytes += 2**20
+
+    async with asyncio.timeout(20), serving(streaming(pour)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
+        writer.write(GET % b"/")
+        await is_held_up.wait()
+        assert num_bytes < 32 * 2**20
+        body = await reader.read()
+        assert len(body) > 64 * 2**20
+        writer.close()
+
+
+async def test_whoever_leaves_is_not_written_to(caplog) -> None:
+    has_left, has_ended = asyncio.Event(), asyncio.Event()
+
+    async def pour(write: WriteChunk) -> None:
+        await write(b"first")
+        await has_left.wait()
+        for _ in range(64):
+            await write(b"x" * 2**20)
+            await asyncio.sleep(0)
+        has_ended.set()
+
+    async with asyncio.timeout(20), serving(streaming(pour)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET % b"/")
+        await reader.readuntil(b"first")
+        writer.close()
+        await writer.wait_closed()
+        has_left.set()
+        await has_ended.wait()
+    assert not caplog.records

@@ -37,7 +37,12 @@ class ContextLengthError(InvalidRequestError):
 
 
 class UnknownModelError(JaxserveError):
-    """The request names a model that is not served here."""
+    """The request names a model that is not one of those ``served`` here."""
+
+    def __init__(self, name: str, served: tuple[str, ...]) -> None:
+        super().__init__(
+            f"The model `{name[:200]}` does not exist. Models served here: {', '.join(served)}"
+        )
 
 
 class RequestFailedError(JaxserveError):

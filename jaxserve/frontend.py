@@ -107,10 +107,7 @@ class Frontend:
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless ``name`` is served here; None and "" mean any model."""
         if name and name not in self.model_names:
-            served = ", ".join(self.model_names)
-            raise UnknownModelError(
-                f"The model `{name[:200]}` does not exist. Models served here: {served}"
-            )
+            raise UnknownModelError(name, self.model_names)
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"

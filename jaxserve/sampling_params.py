@@ -126,7 +126,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         _require_range("n", self.n, 1, MAX_N)
         _require_range("temperature", self.temperature, 0, math.inf)
-        _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
+        _require(0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1", self.top_p)
         _require(
             -1 <= self.top_k <= INT64[1],
             "top_k",
@@ -138,6 +138,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _require_range("seed", self.seed, *INT64)
         if self.max_tokens is not None:
             _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+            _require(
+                self.max_tokens <= INT64[1], "max_tokens", f"at most {INT64[1]}", self.max_tokens
+            )
             _require(
                 self.min_tokens <= self.max_tokens,
                 "min_tokens",
@@ -258,5 +261,5 @@ def _require(ok: bool, param: str, expected: str, got: object) -> None:
 def _require_range(param: str, value: float, low: float, high: float) -> None:
     # A comparison with NaN is false, so NaN is refused here too. Infinity is never a number.
     ok = low <= value <= high and math.isfinite(value)
-    expected = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+    expected = f"at least {low}" if high == math.inf else f"between {low} and {high}"
     _require(ok, param, expected, value)

@@ -9,10 +9,13 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.frontend import Frontend
-from jaxserve.openai.protocol import GenerationRequest
+from jaxserve.openai.protocol import GenerationRequest, json_type
 from jaxserve.openai.tools import ToolUse
 from jaxserve.parsing.enforced import call_schema
 from jaxserve.sampling_params import MAX_BAD_WORDS, Grammar, SamplingParams
+
+MAX_BAD_WORD_CHARS = 1000
+"""Longest bad word; `MAX_BAD_WORD_TOKENS` counts once it has been encoded."""
 
 _FORMATS = "'text', 'json_object' or 'json_schema'"
 _OPTIONS = frozenset(
@@ -94,21 +97,24 @@ def tools_grammar(use: ToolUse) -> Grammar:
 def _response_format(value: Any, field: str) -> Grammar | None:
     if value is None:
         return None
-    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(
+            f"{field} must be an object with the type {_FORMATS}, got {value!r:.100}", param=field
+        )
+    kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return Grammar("json_object")
     if kind != "json_schema":
         raise InvalidRequestError(
-            f"{field}.type must be {_FORMATS}, got {repr(kind)[:100]}", param=field
+            f"{field}.type must be {_FORMATS}, got {kind!r:.100}", param=field
         )
     outer = value.get("json_schema")
     schema = outer.get("schema") if isinstance(outer, dict) else None
     if not isinstance(schema, dict):
         raise InvalidRequestError(
-            f"{field}.json_schema.schema must be a JSON schema as an object, got "
-            f"{repr(schema)[:100]}",
+            f"{field}.json_schema.schema must be a JSON schema as an object, got {schema!r:.100}",
             param=field,
         )
     return Grammar("json_schema", json.dumps(schema))
@@ -117,12 +123,14 @@ def _response_format(value: Any, field: str) -> Grammar | None:
 def _structured_outputs(value: Any, field: str) -> Grammar | None:
     if value is None:
         return None
-    names = "json, json_object, regex, choice, grammar"
+    names = ", ".join(_EXPECTED)
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{field} must be an object with one of {names}", param=field)
+        raise InvalidRequestError(
+            f"{field} must be an object with one of {names}, got {json_type(value)}", param=field
+        )
     asked = {k: v for k, v in value.items() if v is not None and v is not False}
     kinds = [key for key in asked if key not in _OPTIONS]
-    if len(kinds) != 1:
+    if len(kinds) != 1 or kinds[0] not in _EXPECTED:
         raise InvalidRequestError(
             f"{field} must have exactly one of {names}, got {', '.join(kinds)[:100] or 'none'}",
             param=field,
@@ -149,12 +157,18 @@ def _of_kind(kind: str, value: Any, field: str) -> Grammar:
             return Grammar("grammar", value)
         case "choice", [_, *_] if all(isinstance(text, str) for text in value):
             return Grammar("choice", json.dumps(value))
-    raise InvalidRequestError(
-        f"{field}: {kind[:50]} cannot be {repr(value)[:100]}; expected a JSON schema, a regular "
-        "expression, a list of texts or a grammar, as the name says",
-        param=field,
-    )
+    name = field if field.startswith("guided_") else f"{field}.{kind}"
+    raise InvalidRequestError(f"{name} must be {_EXPECTED[kind]}, got {value!r:.100}", param=field)
 
+
+_EXPECTED = {
+    "json": "a JSON schema, as an object or as a text",
+    "json_object": "true",
+    "regex": "a regular expression, as a text",
+    "choice": "a list of at least one text",
+    "grammar": "a grammar in Lark syntax or EBNF, as a text",
+}
+"""What the ways of vLLM to ask for structured output expect."""
 
 _READERS = {
     "response_format": _response_format,
@@ -170,10 +184,18 @@ async def _bad_words(frontend: Frontend, words: list[str]) -> tuple[tuple[int, .
     """The tokens of words at the beginning of a text, and of words after a space."""
     if len(words) > MAX_BAD_WORDS:
         raise InvalidRequestError(
-            f"bad_words: at most {MAX_BAD_WORDS}, got {len(words)}", param="bad_words"
+            f"bad_words: at most {MAX_BAD_WORDS} words, got {len(words)}", param="bad_words"
+        )
+    longest = max(map(len, words))
+    if longest > MAX_BAD_WORD_CHARS:
+        raise InvalidRequestError(
+            f"bad_words must have at most {MAX_BAD_WORD_CHARS} characters each, got {longest}",
+            param="bad_words",
         )
     if not all(word.strip() for word in words):
         raise InvalidRequestError("bad_words must not be empty", param="bad_words")
     forms = [form for word in words for form in (word, " " + word.lstrip())]
-    ids = await frontend.encode_batch(forms, add_special_tokens=False, param="bad_words")
+    ids = await frontend.encode_batch(
+        forms, add_special_tokens=False, param="bad_words", any_length=True
+    )
     return tuple(dict.fromkeys(tuple(word) for word in ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +48,15 @@ NO_OP: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 )
 """Features that are not here, and the values (besides null) that do not ask for them."""
 
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "chat_template": "chat_template_kwargs, or start the server with --chat-template FILE",
+        "function_call": "tool_choice",
+        "functions": "tools",
+    }
+)
+"""What does the same."""
+
 
 def check_fields(request: GenerationRequest) -> None:
     """Checks what is no sampling parameter.
@@ -57,7 +67,8 @@ def check_fields(request: GenerationRequest) -> None:
     for name, is_no_op in NO_OP.items():
         value = getattr(request, name, None)
         if value is not None and not is_no_op(value):
-            raise InvalidRequestError(f"{name} is not supported", param=name)
+            instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+            raise InvalidRequestError(f"{name} is not supported{instead}", param=name)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequestError(
             f"best_of must be equal to n ({request.n or 1}): answers are not ranked; got "
@@ -142,12 +153,12 @@ def _params(
     try:
         return SamplingParams(**values | overrides)
     except InvalidRequestError as error:
-        # Blame the field that the client sent, not the one that it became.
-        sent = renamed.get(error.param or "")
-        if sent is None:
-            raise
-        message = error.message.replace(str(error.param), sent, 1)
-        raise InvalidRequestError(message, param=sent) from error
+        # Blame the fields that the client sent, not the ones that they became.
+        message = error.message
+        for name, sent in renamed.items():
+            message = re.sub(rf"\b{name}\b", sent, message)
+        param = renamed.get(error.param or "", error.param)
+        raise InvalidRequestError(message, param=param) from error
 
 
 def _stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:

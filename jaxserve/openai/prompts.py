@@ -12,7 +12,7 @@ from jaxserve.chat_template import render_chat
 from jaxserve.errors import InvalidRequestError
 from jaxserve.frontend import INLINE_CHARS, Frontend
 from jaxserve.openai.params import asked_tokens
-from jaxserve.openai.protocol import GenerationRequest, wrong_type
+from jaxserve.openai.protocol import GenerationRequest, json_type, wrong_type
 
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 10_000
@@ -47,26 +47,29 @@ def completion_prompts(value: Any, *, param: str = "prompt") -> list[Prompt]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        given = "nothing" if value is None else type(value).__name__
+        given = "nothing" if value is None else json_type(value)
         raise InvalidRequestError(f"{param} must be {_FORMS}, got {given}", param=param)
     if not value:
         raise InvalidRequestError(f"{param} cannot be empty", param=param)
-    if type(value[0]) is int:
+    first = json_type(value[0])
+    if first in ("int", "float"):
         return [_convert(value, list[int], param)]
     if len(value) > MAX_PROMPTS:
         raise InvalidRequestError(
             f"{param}: at most {MAX_PROMPTS} prompts in a request, got {len(value)}", param=param
         )
-    if isinstance(value[0], str):
+    if first == "str":
         return _convert(value, list[str], param)
-    return _convert(value, list[list[int]], param)
+    if first == "array":
+        return _convert(value, list[list[int]], param)
+    raise InvalidRequestError(f"{param} must be {_FORMS}, got a list of {first}", param=param)
 
 
 def _convert(value: list, form: Any, param: str) -> Any:
     try:
         return msgspec.convert(value, form)
     except msgspec.ValidationError as error:
-        place = wrong_type(error, under=param)
+        place = wrong_type(error, form, under=param)
         raise InvalidRequestError(
             f"{param} must be {_FORMS}: {place.message}", param=param
         ) from error
@@ -215,7 +218,10 @@ def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[st
         path = f"messages[{i}]"
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise InvalidRequestError(f"{path}.role must be a text", param=f"{path}.role")
+            raise InvalidRequestError(
+                f"{path}.role must be a text, such as 'user', got {role!r:.50}",
+                param=f"{path}.role",
+            )
         if role == "developer" and "developer" not in template:
             role = "system"
         content = content_text(message.get("content"), f"{path}.content")
@@ -233,7 +239,9 @@ def content_text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{path} must be a text or a list of parts", param=path)
+        raise InvalidRequestError(
+            f"{path} must be a text or a list of parts, got {json_type(content)}", param=path
+        )
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -243,7 +251,10 @@ def content_text(content: Any, path: str) -> str:
                 f"{path}[{i}]: parts must have type 'text', got {shown}", param=f"{path}[{i}]"
             )
         if not isinstance(part.get("text"), str):
-            raise InvalidRequestError(f"{path}[{i}].text must be a text", param=f"{path}[{i}].text")
+            raise InvalidRequestError(
+                f"{path}[{i}].text must be a text, got {json_type(part.get('text'))}",
+                param=f"{path}[{i}].text",
+            )
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -251,7 +262,8 @@ def content_text(content: Any, path: str) -> str:
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
     """Earlier calls, their arguments as objects: clients send JSON, templates want the values."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise InvalidRequestError(f"{path} must be a list of objects", param=path)
+        given = json_type(calls) if not isinstance(calls, list) else "a list of other things"
+        raise InvalidRequestError(f"{path} must be a list of objects, got {given}", param=path)
     clean = []
     for i, call in enumerate(calls):
         function = call.get("function")
@@ -260,7 +272,9 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
                 arguments = msgspec.json.decode(function["arguments"] or "{}")
             except (msgspec.DecodeError, RecursionError) as error:
                 param = f"{path}[{i}].function.arguments"
-                raise InvalidRequestError(f"{param} must be JSON", param=param) from error
+                raise InvalidRequestError(
+                    f"{param} must be the text of a JSON object: {error}", param=param
+                ) from error
             call = {**call, "function": {**function, "arguments": arguments}}
         clean.append(call)
     return clean

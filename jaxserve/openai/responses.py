@@ -55,7 +55,7 @@ async def prepare(
         params = chat_params(chat_request, frontend.defaults)
         job = await chat.prepare(frontend, chat_request, request_id=request_id)
     except InvalidRequestError as error:
-        raise in_own_words(error) from error
+        raise in_own_words(error, request) from error
     response = Response(
         id=job.id.replace("chatcmpl-", "resp_", 1),
         created_at=job.created,

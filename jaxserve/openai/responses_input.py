@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.openai.prompts import MAX_MESSAGES
-from jaxserve.openai.protocol import ChatRequest, GenerationRequest
+from jaxserve.openai.protocol import ChatRequest, GenerationRequest, json_type
 from jaxserve.openai.responses_protocol import ResponsesRequest
 
 WITH_LOGPROBS = "message.output_text.logprobs"
@@ -31,7 +32,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
                 param=field,
             )
     if (request.n or 1) > 1:
-        raise InvalidRequestError("n must be 1 for a response", param="n")
+        raise InvalidRequestError(f"n must be 1 for a response, got {request.n}", param="n")
     with_logprobs = bool(request.top_logprobs) or WITH_LOGPROBS in (request.include or ())
     shared = {name: getattr(request, name) for name in GenerationRequest.__struct_fields__}
     shared["response_format"] = _response_format(request)
@@ -136,7 +137,7 @@ class _Chat:
             case _:
                 raise InvalidRequestError(
                     f"{path}: items must have type 'message', 'reasoning', 'function_call' or "
-                    f"'function_call_output', got {repr(kind)[:50]}",
+                    f"'function_call_output', got {item if kind is None else kind!r:.50}",
                     param=path,
                 )
 
@@ -168,7 +169,9 @@ class _Chat:
 def _text_field(item: dict[str, Any], name: str, path: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise InvalidRequestError(f"{path}.{name} must be a text", param=f"{path}.{name}")
+        raise InvalidRequestError(
+            f"{path}.{name} must be a text, got {json_type(value)}", param=f"{path}.{name}"
+        )
     return value
 
 
@@ -179,7 +182,9 @@ def _text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{path} must be a text or a list of parts", param=path)
+        raise InvalidRequestError(
+            f"{path} must be a text or a list of parts, got {json_type(content)}", param=path
+        )
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -189,24 +194,27 @@ def _text(content: Any, path: str) -> str:
             texts.append(_text_field(part, "text", f"{path}[{i}]"))
         else:
             raise InvalidRequestError(
-                f"{path}[{i}]: parts must be text, as in type 'input_text', got {repr(kind)[:50]}",
+                f"{path}[{i}]: parts must be text, as in type 'input_text', got {kind!r:.50}",
                 param=f"{path}[{i}]",
             )
     return "\n".join(texts)
 
 
-_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
-
-
-def in_own_words(error: InvalidRequestError) -> InvalidRequestError:
-    """The error of a chat, with the names that this endpoint has for its fields."""
-    for name, own in _NAMES.items():
-        if error.param is not None and error.param.split("[")[0] == name:
-            message = error.message.replace(name, own, 1)
-            return type(error)(message, param=own)
-    return error
+def in_own_words(error: InvalidRequestError, request: ResponsesRequest) -> InvalidRequestError:
+    """The error of the chat that ``request`` asks for, with the names that its own fields have."""
+    message, param = error.message, error.param
+    names = {}
+    if request.max_output_tokens is not None:
+        names["max_completion_tokens"] = "max_output_tokens"
+    if request.text is not None and request.text.format is not None:
+        names["response_format"] = "text.format"
+    if param is not None and param.startswith("messages"):
+        names["messages"] = "input"
+    for name, own in names.items():
+        message = re.sub(rf"\b{name}\b", own, message)
+        if param is not None and re.match(rf"{name}\b", param):
+            param = own
+    if param is not None and param.startswith("tool"):
+        message = message.replace("'function': {'name': ...}", "'name': ...")
+        message, param = (re.sub(r"(tools\[\d+\])\.function", r"\1", x) for x in (message, param))
+    return type(error)(message, param=param)

@@ -125,7 +125,7 @@ def _parameters(tools: list[dict[str, Any]] | None) -> dict[str, Mapping[str, An
     try:
         functions = [tool.function for tool in msgspec.convert(tools, list[_Tool])]
     except msgspec.ValidationError as error:
-        raise wrong_type(error, under="tools") from error
+        raise wrong_type(error, list[_Tool], under="tools") from error
     parameters: dict[str, Mapping[str, Any]] = {}
     for i, function in enumerate(functions):
         name, path = function.name, f"tools[{i}].function.name"

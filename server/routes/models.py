@@ -21,8 +21,9 @@ async def show_model(request: Request) -> JSONResponse:
     """One of the names."""
     state: ServerState = request.app.state.server
     name = request.path_params["name"]
-    if name not in state.serving().model_names:
-        raise UnknownModelError(f"The model `{name[:200]}` does not exist.")
+    served = state.serving().model_names
+    if name not in served:
+        raise UnknownModelError(name, served)
     return JSONResponse(_card(state, name))
 
 

@@ -11,7 +11,6 @@ from jaxserve.openai.errors import error_reply
     [
         (errors.InvalidRequestError("m", param="n"), 400, "n", 400),
         (errors.ContextLengthError("m", param="prompt"), 400, "prompt", "context_length_exceeded"),
-        (errors.UnknownModelError("m"), 404, "model", "model_not_found"),
         (errors.QueueFullError("m"), 429, None, "queue_full"),
         (errors.EngineDeadError("m"), 503, None, 503),
         (errors.RequestFailedError("m"), 500, None, 500),
@@ -21,6 +20,14 @@ def test_errors_of_ours_say_what_they_say(error, status, param, code) -> None:
     reply = error_reply(error)
     info = reply.body.error
     assert (reply.status, info.message, info.param, info.code) == (status, "m", param, code)
+
+
+def test_an_unknown_model_is_told_which_are_known() -> None:
+    reply = error_reply(errors.UnknownModelError("x" * 1000, ("one", "two")))
+    info = reply.body.error
+    assert (reply.status, info.param, info.code) == (404, "model", "model_not_found")
+    assert info.message.endswith("Models served here: one, two")
+    assert len(info.message) < 300
 
 
 def test_other_errors_say_nothing() -> None:

@@ -203,7 +203,7 @@ async def test_bad_completion_fields(body, param) -> None:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"special_tokens": {}}}, "chat_template_kwargs"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         (
             {"tools": [{"function": {"name": "f"}}, {"function": {"name": "a b"}}]},
             "tools[1].function.name",

@@ -255,7 +255,7 @@ async def test_items_become_messages() -> None:
         ({"temperature": -1}, "temperature"),
         ({"reasoning": {"effort": "lots"}}, "reasoning.effort"),
         ({"text": {"format": {"type": "foo"}}}, "text.format"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
     ],

@@ -97,7 +97,7 @@ async def test_responses_are_answered_and_framed_as_named_events(call, frontend)
         ),
         ("/tokenize", {}, 400, "prompt", None),
         ("/tokenize", {"prompt": 5}, 400, "prompt", None),
-        ("/detokenize", {}, 400, None, None),
+        ("/detokenize", {}, 400, "tokens", None),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens", None),
         ("/detokenize", {"tokens": [10**30]}, 400, "tokens", None),
     ],

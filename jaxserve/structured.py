@@ -1,14 +1,17 @@
 """Grammars for the text of an answer: checked at the door, followed token by token in the engine.
 
 The work is llguidance's. What it builds is bounded by its own limits on the size of grammars and of
-lexers, besides `MAX_GRAMMAR_CHARS` on their texts; it fetches nothing that a schema refers to.
+lexers, besides `MAX_GRAMMAR_CHARS` on their texts; but some of its work has no limit, such as that
+for the multiples of a large number, which is why strangers' grammars are checked by a
+`grammar_worker`. It fetches nothing that a schema refers to.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import llguidance
 import numpy as np
@@ -17,12 +20,21 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import Grammar
-from jaxserve.tokenizer import Tokenizer
 
 MAX_CHOICES = 1024
 LEXER_FUEL = 200_000
 """Work that llguidance may put into the lexer of a grammar: a tenth of a second. A fifth of its own
 limit; schemas of hundreds of fields need far less."""
+
+MAX_ROW_ITEMS, MAX_STEP_ITEMS = 2000, 50_000
+"""States in which a parser may be at a time, and that it may go through for one token."""
+
+MAX_ROW_ITEMS_OF_RULES, MAX_STEP_ITEMS_OF_RULES = 500, 10_000
+"""The same for grammars of rules, which can be ambiguous: each state costs more the more there are,
+so that with the limits above one token can take half a minute."""
+
+NUM_TRIED_TOKENS = 16
+"""Tokens of a grammar of rules that a check takes, to see that they do not take too long."""
 
 MAX_MESSAGE_CHARS = 500
 
@@ -35,8 +47,35 @@ MAX_SPACES = 32
 _JSON_KINDS = ("json_object", "json_schema")
 
 
-def check_grammar(grammar: Grammar, tokenizer: Tokenizer) -> None:
-    """Refuses a grammar that cannot be followed. Takes up to seconds: call it in a thread.
+class TokenSource(Protocol):
+    """What grammars need of a `Tokenizer`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        ...
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text."""
+        ...
+
+
+def check_grammar(grammar: Grammar, tokenizer: TokenSource) -> None:
+    """Refuses a grammar that cannot be followed. There is no limit to the time that it can take.
 
     Args:
       grammar: what a request asks for.
@@ -46,13 +85,12 @@ def check_grammar(grammar: Grammar, tokenizer: Tokenizer) -> None:
       InvalidRequestError: it is malformed, uses something that is not supported, or matches no
         text; the message names the keyword or the trouble. ``param`` is None.
     """
-    text = to_llguidance(grammar)
     if grammar.kind == "grammar":
         # May name tokens, which only the model's own vocabulary has.
         vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size)
     else:
         vocabulary = Vocabulary.of_bytes()
-    matcher = vocabulary.matcher(text)
+    matcher = vocabulary.matcher(grammar)
     # Some troubles show when the first token is looked for, others when it has been taken.
     mask = np.zeros(vocabulary.num_words, np.uint32)
     if not matcher.is_error():
@@ -60,7 +98,20 @@ def check_grammar(grammar: Grammar, tokenizer: Tokenizer) -> None:
     if not matcher.is_error() and (token := vocabulary.first_allowed(mask)) is not None:
         matcher.consume_token(token)
     if matcher.is_error():
-        raise InvalidRequestError(f"{_name(grammar)}: {first_error(matcher)}")
+        raise InvalidRequestError(f"{name_of(grammar)}: {first_error(matcher)}")
+    if grammar.kind == "grammar":
+        _try_tokens(vocabulary, matcher, mask)
+
+
+def _try_tokens(vocabulary: Vocabulary, matcher: LLMatcher, mask: np.ndarray) -> None:
+    """Follows a grammar for some tokens, for the time that it takes and not for where it ends."""
+    source = random.Random(0)
+    for _ in range(NUM_TRIED_TOKENS):
+        vocabulary.fill(matcher, mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if matcher.is_error() or matcher.is_stopped() or not len(allowed):
+            return
+        matcher.consume_token(int(source.choice(allowed)))
 
 
 def to_llguidance(grammar: Grammar) -> str:
@@ -70,19 +121,13 @@ def to_llguidance(grammar: Grammar) -> str:
       InvalidRequestError: the text of the grammar is not of its kind.
     """
     try:
-        match grammar.kind:
-            case "json_object":
-                return _json_schema('{"type": "object"}')
-            case "json_schema":
-                return _json_schema(grammar.spec)
-            case "regex":
-                return LLMatcher.grammar_from_regex(grammar.spec)
-            case "choice":
-                return LLMatcher.grammar_from_lark(_choice(grammar.spec))
-            case "grammar":
-                return llguidance.grammar_from("grammar", grammar.spec)
+        text = _of_kind(grammar)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{_name(grammar)}: {_shorten(str(error))}") from error
+        raise InvalidRequestError(f"{name_of(grammar)}: {_shorten(str(error))}") from error
+    if not grammar.frame:
+        return text
+    answer = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+    return json.dumps({"grammars": [{"lark_grammar": grammar.frame}, {**answer, "name": "answer"}]})
 
 
 def first_error(matcher: LLMatcher) -> str:
@@ -112,7 +157,7 @@ class Vocabulary:
       space_lengths: for the tokens of nothing but whitespace, their length in bytes.
     """
 
-    def __init__(self, tokenizer: Tokenizer | _Bytes, vocab_size: int) -> None:
+    def __init__(self, tokenizer: TokenSource, vocab_size: int) -> None:
         size = min(tokenizer.vocab_size, vocab_size)
         self.special_ids = frozenset(i for i in tokenizer.special_ids if i < size)
         eos = tokenizer.eos_token_id
@@ -136,10 +181,19 @@ class Vocabulary:
         """A vocabulary of single bytes, which is enough to see whether a grammar is sound."""
         return cls(_Bytes(), _Bytes.vocab_size)
 
-    def matcher(self, grammar: str) -> LLMatcher:
-        """Compiles a grammar in llguidance's form, without the GIL. Trouble is in its state."""
-        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
-        return LLMatcher(self._backend, grammar, log_level=0, limits=limits)
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """Compiles a grammar, without the GIL. Trouble within it is in the matcher's state.
+
+        Raises:
+          InvalidRequestError: the text of the grammar is not of its kind.
+        """
+        has_rules = grammar.kind == "grammar"
+        limits = LLParserLimits(
+            initial_lexer_fuel=LEXER_FUEL,
+            max_items_in_row=MAX_ROW_ITEMS_OF_RULES if has_rules else MAX_ROW_ITEMS,
+            step_max_items=MAX_STEP_ITEMS_OF_RULES if has_rules else MAX_STEP_ITEMS,
+        )
+        return LLMatcher(self._backend, to_llguidance(grammar), log_level=0, limits=limits)
 
     def fill(self, matcher: LLMatcher, mask: np.ndarray) -> None:
         """Sets what a matcher allows next in mask u32[num_words]."""
@@ -173,7 +227,7 @@ class _Wrapper:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | _Bytes,
+        tokenizer: TokenSource,
         tokens: Sequence[bytes],
         eos_token_id: int,
         special_ids: frozenset[int],
@@ -185,6 +239,25 @@ class _Wrapper:
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _of_kind(grammar: Grammar) -> str:
+    match grammar.kind:
+        case "json_object":
+            return _json_schema('{"type": "object"}')
+        case "json_schema":
+            return _json_schema(grammar.spec)
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.spec)
+        case "choice":
+            return LLMatcher.grammar_from_lark(_choice(grammar.spec))
+        case "grammar":
+            return llguidance.grammar_from("grammar", grammar.spec)
+
+
+def json_term(schema: dict[str, Any]) -> str:
+    """What stands for JSON of a schema in a rule."""
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
 def _json_schema(schema: str) -> str:
@@ -202,8 +275,8 @@ def _choice(spec: str) -> str:
     return "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)
 
 
-def _name(grammar: Grammar) -> str:
-    """How a message names the kind of a grammar to the one who sent it."""
+def name_of(grammar: Grammar) -> str:
+    """How a message that refuses a grammar names its kind to the one who sent it."""
     kinds = {"json_schema": "JSON schema", "json_object": "JSON object"}
     return f"the {kinds.get(grammar.kind, grammar.kind)} cannot be used"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -15,7 +17,7 @@ from jaxserve.core.constraint import Constraint
 from jaxserve.errors import InvalidRequestError
 from jaxserve.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar
-from jaxserve.structured import MAX_SPACES, Vocabulary, first_error, is_json, to_llguidance
+from jaxserve.structured import MAX_SPACES, Vocabulary, first_error, is_json
 from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,13 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 2
 NUM_CACHED = 64
 """Compiled grammars that are kept for requests to come."""
+
+TOKEN_TIME_S = 0.05
+"""What a token of a grammar may take of a step, which all requests wait for."""
+
+MAX_EXTRA_TIME_S = 1.0
+"""How much more the tokens of one request may take together before it is ended. The first tokens
+take the longest: what has been found out about a grammar is kept."""
 
 ALL = 0xFFFFFFFF
 COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
@@ -62,7 +71,7 @@ class GrammarCompiler:
             if matcher is not None:
                 self._compiled.move_to_end(grammar)
         if matcher is None:
-            matcher = self._vocabulary.matcher(to_llguidance(grammar))
+            matcher = self._vocabulary.matcher(grammar)
             if matcher.is_error():
                 raise InvalidRequestError(first_error(matcher))
             with self._lock:
@@ -105,17 +114,19 @@ class GrammarConstraint:
         self._max_spaces = max_spaces
         self._num_spaces = 0
         self._failed = False
+        self._extra_time_s = 0.0
 
     def fill_mask(self, mask: np.ndarray) -> None:
         """See `Constraint.fill_mask`."""
         if not self._failed:
             head = mask[: self._vocabulary.num_words]
             mask[len(head) :] = 0
-            self._fill(head)
-            if mask.any():
-                return
-            self._fail(first_error(self._matcher) or "no token can follow")
-        mask.fill(ALL)
+            with self._timed():
+                self._fill(head)
+            if not mask.any():
+                self._fail(first_error(self._matcher) or "no token can follow")
+        if self._failed:
+            mask.fill(ALL)
 
     def accept(self, token_id: int) -> FinishReason | None:
         """See `Constraint.accept`."""
@@ -123,8 +134,11 @@ class GrammarConstraint:
             return FinishReason.ERROR
         if token_id in self._end_ids and self._matcher.is_accepting():
             return FinishReason.STOP
-        if not self._matcher.consume_token(token_id):
+        with self._timed():
+            is_taken = self._matcher.consume_token(token_id)
+        if not is_taken:
             self._fail(f"token {token_id}: {first_error(self._matcher)}")
+        if self._failed:
             return FinishReason.ERROR
         if self._matcher.is_stopped():
             if self._matcher.stop_reason() in COMPLETE:
@@ -154,6 +168,15 @@ class GrammarConstraint:
         if self._matcher.is_accepting():
             for token_id in self._end_ids:
                 _set(mask, token_id)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Ends the request if its grammar takes too much of the time of this thread."""
+        start = time.thread_time()
+        yield
+        self._extra_time_s += max(time.thread_time() - start - TOKEN_TIME_S, 0)
+        if self._extra_time_s > MAX_EXTRA_TIME_S:
+            self._fail(f"its tokens took {self._extra_time_s:.1f} s longer than they may")
 
     def _fail(self, why: str) -> None:
         logger.error("a request cannot follow its grammar any more: %s", why)

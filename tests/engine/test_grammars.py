@@ -1,13 +1,16 @@
 """Following grammars with the real library: what comes out, whatever the model would like."""
 
+import itertools
 import json
 import re
+import time
 
 import numpy as np
 import pytest
 
 from jaxserve.core.constraint import Constraint
-from jaxserve.engine.grammars import GrammarCompiler
+from jaxserve.engine import grammars
+from jaxserve.engine.grammars import MAX_EXTRA_TIME_S, TOKEN_TIME_S, GrammarCompiler
 from jaxserve.errors import InvalidRequestError
 from jaxserve.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar, SamplingParams
@@ -226,3 +229,41 @@ def test_the_tokenizer_is_loaded_once_and_only_when_it_is_needed():
     (a,) = TOKENIZER.encode("a")
     constraints[0].accept(a)
     assert EOS not in allowed(constraints[1])
+
+
+def ambiguous(num_words):
+    """Each text can be cut into the same words in very many ways."""
+    words = range(num_words)
+    rules = [f"a{i}: W{i} start?\nW{i}: /[a-z ]{{1,{i + 1}}}/" for i in words]
+    return Grammar("grammar", "\n".join([f"start: {' | '.join(f'a{i}' for i in words)}", *rules]))
+
+
+def test_the_work_for_one_token_has_an_end(make):
+    """With the limits of the library by themselves it takes minutes."""
+    constraint = make(ambiguous(600))
+    before = time.thread_time()
+    text, reason = follow_any(constraint)
+    assert reason is FinishReason.ERROR
+    assert len(text) < 5
+    assert time.thread_time() - before < 20
+
+
+def follow_any(constraint):
+    tokens = []
+    while True:
+        ids = allowed(constraint)
+        tokens.append(ids[len(ids) // 2])
+        if reason := constraint.accept(tokens[-1]):
+            return tokens, reason
+
+
+def test_a_request_whose_tokens_take_too_long_is_ended(make, monkeypatch):
+    """A little too long is allowed, but not again and again."""
+    clock = itertools.count(step=TOKEN_TIME_S + MAX_EXTRA_TIME_S / 10)
+    constraint = make(Grammar("regex", "a+"))
+    monkeypatch.setattr(grammars.time, "thread_time", clock.__next__)
+    (a,) = TOKENIZER.encode("a")
+    reasons = [constraint.accept(a) for _ in range(12)]
+    assert reasons[:9] == [None] * 9
+    assert reasons[11] is FinishReason.ERROR
+    assert len(allowed(constraint)) == -(-VOCAB // 32) * 32

@@ -24,8 +24,8 @@ TOOLS = [
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> <think> #}"
 
 
-def make(answer: str = "hello") -> Frontend:
-    return scripted_frontend(answer, chat_template=TEMPLATE)
+def make(answer: str = "hello", *, template: str = TEMPLATE, **options: Any) -> Frontend:
+    return scripted_frontend(answer, chat_template=template, **options)
 
 
 async def complete(frontend: Frontend, body: dict[str, Any]):
@@ -40,7 +40,13 @@ async def ask(frontend: Frontend, body: dict[str, Any]):
 
 
 def grammar_of(frontend: Frontend) -> Grammar | None:
-    return frontend.engine.submitted[-1].params.grammar
+    """The grammar that reached the engine, but for its frame."""
+    grammar = frontend.engine.submitted[-1].params.grammar
+    return grammar and msgspec.structs.replace(grammar, frame="")
+
+
+def frame_of(frontend: Frontend) -> str:
+    return frontend.engine.submitted[-1].params.grammar.frame
 
 
 FORMS = [
@@ -127,9 +133,22 @@ async def test_the_end_of_a_grammar_is_part_of_the_text() -> None:
         assert (choice.text, choice.finish_reason) == ("hello", "stop")
 
 
-async def test_a_grammar_makes_all_of_the_answer_text() -> None:
-    choice = (await ask(make("<think>he"), {"guided_regex": ".*"})).choices[0]
-    assert choice.message.content == "<think>he"
+async def test_a_model_may_think_before_a_text_with_a_grammar() -> None:
+    frontend = make("<think>he</think>\n\nll")
+    (choice,) = (await ask(frontend, {"guided_regex": "l+"})).choices
+    assert (choice.message.reasoning, choice.message.content) == ("he", "ll")
+    assert "think: " in frame_of(frontend)
+    closed = make("ll", template=TEMPLATE + "<think>\n\n</think>\n\n")
+    (choice,) = (await ask(closed, {"guided_regex": "l+"})).choices
+    assert choice.message.content == "ll"
+    assert frame_of(closed) == ""
+
+
+async def test_a_completion_is_all_text() -> None:
+    frontend = make("<think>he</think>")
+    choice = (await complete(frontend, {"guided_regex": ".*"})).choices[0]
+    assert choice.text == "<think>he</think>"
+    assert frame_of(frontend) == ""
 
 
 async def test_text_format_of_responses() -> None:
@@ -180,25 +199,64 @@ async def test_a_function_can_be_named() -> None:
     assert cut.choices[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_tools_that_may_be_called_exclude_a_grammar(choice) -> None:
-    frontend = make()
-    form = {"response_format": {"type": "json_object"}, "tools": TOOLS}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+
+
+@pytest.mark.parametrize("thought", ["", "<think>hm</think>\n\n"])
+async def test_an_answer_is_calls_or_a_text_with_a_grammar(thought) -> None:
+    for answer, content, num_calls in ((CALL + "\n" + CALL, None, 2), ('{"a": 1}', '{"a": 1}', 0)):
+        frontend = make(thought + answer)
+        (choice,) = (await ask(frontend, FORMAT | {"tools": TOOLS})).choices
+        assert choice.message.content == content
+        assert len(choice.message.tool_calls or ()) == num_calls
+        assert choice.finish_reason == ("tool_calls" if num_calls else "stop")
+        assert grammar_of(frontend) == Grammar("json_schema", json.dumps(SCHEMA))
+        frame = frame_of(frontend)
+        assert "(@answer | calls)" in frame
+        assert all(f'"enum": ["{name}"]' in frame for name in "fg")
+        assert "call)*" in frame
+    await ask(frontend, FORMAT | {"tools": TOOLS, "parallel_tool_calls": False})
+    assert "call)*" not in frame_of(frontend)
+    await ask(frontend, FORMAT | {"tools": TOOLS, "tool_choice": "none"})
+    assert "calls" not in frame_of(frontend)
+
+
+async def test_calls_that_must_be_made_leave_no_text_to_have_a_format() -> None:
+    frontend = make('<think>hm</think>[{"name": "f", "parameters": {"a": 1}}]')
+    required = {"tools": TOOLS, "tool_choice": "required"}
+    (choice,) = (await ask(frontend, FORMAT | required)).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["f"]
+    assert choice.message.reasoning == "hm"
+    grammar = grammar_of(frontend)
+    assert grammar is not None
+    assert json.loads(grammar.spec)["type"] == "array"
+    assert "think: " in frame_of(frontend)
     with pytest.raises(InvalidRequestError) as caught:
-        await ask(frontend, form | {"tool_choice": choice})
-    assert caught.value.param == "response_format"
-    await ask(frontend, form | {"tool_choice": "none"})
+        await ask(frontend, {"guided_regex": "a"} | required)
+    assert caught.value.param == "guided_regex"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_tools_that_no_grammar_can_be_made_of(choice) -> None:
+    frontend = make()
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}]
     with pytest.raises(InvalidRequestError) as caught:
-        await ask(frontend, {"tools": bad, "tool_choice": "required"})
+        await ask(frontend, FORMAT | {"tools": bad, "tool_choice": choice})
     assert caught.value.param == "tools"
+    pythonic = make(tool_call_parser="pythonic")
+    await ask(pythonic, {"tools": TOOLS})
+    with pytest.raises(InvalidRequestError, match="pythonic") as caught:
+        await ask(pythonic, FORMAT | {"tools": TOOLS})
+    assert caught.value.param == "tools"
+    assert len(pythonic.engine.submitted) == 1
 
 
 async def test_a_grammar_is_checked_once_and_few_at_a_time(monkeypatch) -> None:
     frontend = make()
     running, most, checked = 0, 0, []
 
-    async def count(check, grammar, tokenizer):
+    async def count(check, grammar):
         nonlocal running, most
         running += 1
         most = max(most, running)

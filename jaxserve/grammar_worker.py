@@ -1,0 +1,208 @@
+"""Checks grammars in a process of its own, which is lost when one takes too much time or memory.
+
+What compiles grammars can be made to work for hours, or to fill the memory, by a few characters,
+and a thread cannot be stopped. The process limits itself, so nobody has to watch it: the system
+ends it when a check goes beyond `CHECK_TIME_S` of processor time, and it ends when its standard
+input does. The next check starts another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.sampling_params import Grammar
+from jaxserve.structured import TokenSource, check_grammar, name_of
+
+logger = logging.getLogger(__name__)
+
+CHECK_TIME_S = 2
+"""Seconds of processor time for one check, rounded up to the next whole second of the process."""
+
+CHECK_MEMORY_BYTES = 1 << 30
+"""Address space that checks may add to that of the process."""
+
+MAX_KEPT_KIB = 256 << 10
+"""A process that has been larger than this ends, so that its memory is given back."""
+
+PATIENCE_S = 60.0
+"""A process that does not answer in this time is ended. It can only be waiting for a processor."""
+
+LENGTH_BYTES = 8
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """The tokens of a model, as far as checks need them. Implements `TokenSource`."""
+
+    texts: list[bytes]
+    eos_token_id: int | None
+    special_ids: frozenset[int]
+    ids: dict[bytes, int]
+
+    @classmethod
+    def of(cls, tokenizer: TokenSource) -> Tokens:
+        """Those of a tokenizer."""
+        texts = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+        ids = {text: i for i, text in enumerate(texts) if i not in tokenizer.special_ids}
+        return cls(texts, tokenizer.eos_token_id, tokenizer.special_ids, ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        return len(self.texts)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token."""
+        return self.texts[token_id]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of single bytes: where a text is cut has no part in whether a grammar is sound."""
+        return [self.ids[bytes([b])] for b in text.encode() if bytes([b]) in self.ids]
+
+
+NO_TOKENS = Tokens([], None, frozenset(), {})
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A grammar to check; the first one of rules comes with the tokens."""
+
+    grammar: Grammar
+    tokens: Tokens | None = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What is wrong with the grammar, if anything; and whether the process ends with it."""
+
+    error: str | None
+    is_last: bool
+
+
+class GrammarWorker:
+    """`structured.check_grammar`, with an end to its time and memory.
+
+    The process is started by the first check and ended with this object.
+    """
+
+    def __init__(self, tokenizer: TokenSource) -> None:
+        self._tokenizer = tokenizer
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stop: Callable[[], object] = lambda: None
+        self._knows_tokens = False
+
+    def check(self, grammar: Grammar) -> None:
+        """Waits for the result. One check at a time.
+
+        Raises:
+          InvalidRequestError: the grammar cannot be followed, or is too much work.
+        """
+        process = self._running()
+        tokens = None
+        if grammar.kind == "grammar" and not self._knows_tokens:
+            tokens = Tokens.of(self._tokenizer)
+            self._knows_tokens = True
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(PATIENCE_S, process.kill)
+        timer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                _write(process.stdin, msgspec.msgpack.encode(Question(grammar, tokens)))
+            reply = _read(process.stdout)
+        finally:
+            timer.cancel()
+        answer = None if reply is None else msgspec.msgpack.decode(reply, type=Answer)
+        if answer is None or answer.is_last:
+            self._stop()
+        if answer is None:
+            logger.warning("the check of a %s took too much time or memory", grammar.kind)
+            raise InvalidRequestError(
+                f"{name_of(grammar)}: it takes too much time or memory to compile"
+            )
+        if answer.error is not None:
+            raise InvalidRequestError(answer.error)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._stop()
+            self._process = _start()
+            self._knows_tokens = False
+            self._stop = weakref.finalize(self, _end, self._process)
+        return self._process
+
+
+def _start() -> subprocess.Popen[bytes]:
+    module_path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    # What is given back to the system is seen by the limit on memory only with one arena.
+    environment = {**os.environ, "PYTHONPATH": module_path, "MALLOC_ARENA_MAX": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "jaxserve.grammar_worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # the last words of the library, when its memory is at an end
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(BrokenPipeError):  # there was a question in it
+            stream.close()
+
+
+def _write(stream: IO[bytes], data: bytes) -> None:
+    stream.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    stream.flush()
+
+
+def _read(stream: IO[bytes]) -> bytes | None:
+    """The next message, or None at the end."""
+    head = stream.read(LENGTH_BYTES)
+    data = stream.read(int.from_bytes(head, "little")) if len(head) == LENGTH_BYTES else None
+    return data or None
+
+
+def main() -> None:
+    """Answers the questions of standard input on standard output until there are no more."""
+    address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _limit(resource.RLIMIT_AS, address_space + CHECK_MEMORY_BYTES)
+    questions, replies = sys.stdin.buffer, sys.stdout.buffer
+    tokens = None
+    while (data := _read(questions)) is not None:
+        question = msgspec.msgpack.decode(data, type=Question)
+        tokens = question.tokens or tokens
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + CHECK_TIME_S)
+        error = None
+        try:
+            check_grammar(question.grammar, tokens or NO_TOKENS)
+        except InvalidRequestError as refusal:
+            error = refusal.message
+        is_last = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MAX_KEPT_KIB
+        _write(replies, msgspec.msgpack.encode(Answer(error, is_last)))
+        if is_last:
+            return
+
+
+def _limit(which: int, value: int) -> None:
+    _, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Checks that take too much of anything cost their process, and nothing else."""
+
+import json
+import resource
+
+import pytest
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.grammar_worker import CHECK_TIME_S, GrammarWorker
+from jaxserve.sampling_params import Grammar
+from jaxserve.structured import check_grammar
+from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def worker():
+    return GrammarWorker(TOKENIZER)
+
+
+def multiple_of(number):
+    """Some bytes that the library turns into as many states as the number says."""
+    return Grammar("json_schema", json.dumps({"type": "integer", "multipleOf": number}))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", "a+"),
+        Grammar("regex", "(a"),
+        Grammar("json_schema", '{"enum": ["é", "\\ud83d\\udd25"]}'),
+        Grammar("json_schema", '{"type": "not-a-type"}'),
+        Grammar("json_schema", "[" * 100_000),
+        Grammar("grammar", 'start: <|im_end|> "hello" /[a-z]+/'),
+        Grammar("grammar", 'start: <|nope|> "a"'),
+        Grammar("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+    ],
+)
+def test_the_result_is_that_of_a_check_in_this_process(worker, grammar):
+    def result(check):
+        try:
+            check()
+        except InvalidRequestError as error:
+            return error.message
+        return None
+
+    assert result(lambda: worker.check(grammar)) == result(
+        lambda: check_grammar(grammar, TOKENIZER)
+    )
+
+
+def test_time_has_an_end_and_so_has_the_process(worker):
+    worker.check(Grammar("regex", "a"))
+    process = worker._process
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with pytest.raises(InvalidRequestError, match="JSON schema cannot be used: it takes too much"):
+        worker.check(multiple_of(8_000_009))  # minutes, and gigabytes
+    assert process.returncode is not None
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert spent < 10 * CHECK_TIME_S
+    worker.check(Grammar("grammar", 'start: <|im_end|> "a"'))
+    assert worker._process.pid != process.pid
+
+
+def test_the_process_ends_with_its_worker():
+    worker = GrammarWorker(TOKENIZER)
+    worker.check(Grammar("regex", "a"))
+    process = worker._process
+    assert process.poll() is None
+    del worker
+    assert process.poll() is not None
+
+
+def test_one_that_was_killed_is_replaced(worker):
+    worker.check(Grammar("regex", "a"))
+    worker._process.kill()
+    worker._process.wait()
+    worker.check(Grammar("grammar", 'start: <|im_end|> "a"'))
+    with pytest.raises(InvalidRequestError, match="unclosed"):
+        worker.check(Grammar("regex", "(a"))

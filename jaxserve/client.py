@@ -16,6 +16,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.launcher import FAILED_EXIT_CODE, EngineProcess, Launch
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.messages import (
+    EngineEvent,
     EngineFailed,
     FinishReason,
     Progress,
@@ -210,31 +211,35 @@ class EngineClient:
         """Acts on what the engines say."""
         try:
             while True:
-                event = await self._events.receive()
-                replica = self._replicas[event.engine]
-                if replica.error is not None:  # sent before it died, or was told to leave
-                    continue
-                match event:
-                    case StepOutputs():
-                        self._observe(event)
-                        replica.take(event)
-                        # A turn for the readers, even if the next message is there already.
-                        await asyncio.sleep(0)
-                    case Progress():
-                        if on_progress is not None:
-                            on_progress(event)
-                    case Ready():
-                        address = self._folder.requests(event.engine)
-                        replica.serve(event, RequestSender(self._context, address))
-                    case EngineFailed():
-                        if not event.is_user_error:
-                            logger.error("engine %d failed:\n%s", event.engine, event.traceback)
-                        self._lose(replica, _cause(event))
+                # Of a front that is behind, readers get what has come in one: it catches up.
+                for event in await self._events.receive():
+                    self._hear(event, on_progress)
+                # A turn for the readers, even if the next message is there already.
+                await asyncio.sleep(0)
         except Exception as error:
             # Nobody would hear from an engine any more: better to fail than to hang.
             logger.exception("the engine client failed")
             for replica in self._replicas:
                 replica.die(EngineDeadError(f"the engine client failed: {error}"))
+
+    def _hear(self, event: EngineEvent, on_progress: Callable[[Progress], None] | None) -> None:
+        replica = self._replicas[event.engine]
+        if replica.error is not None:  # sent before it died, or was told to leave
+            return
+        match event:
+            case StepOutputs():
+                self._observe(event)
+                replica.take(event)
+            case Progress():
+                if on_progress is not None:
+                    on_progress(event)
+            case Ready():
+                address = self._folder.requests(event.engine)
+                replica.serve(event, RequestSender(self._context, address))
+            case EngineFailed():
+                if not event.is_user_error:
+                    logger.error("engine %d failed:\n%s", event.engine, event.traceback)
+                self._lose(replica, _cause(event))
 
     def _observe(self, event: StepOutputs) -> None:
         if self.on_outputs is not None:

@@ -166,13 +166,12 @@ def _to_delta(
     )
 
 
-async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """The items of all streams as they come. The first error ends it; ending it closes them all."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
-        return
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     ended = object()
     arrived: asyncio.Queue = asyncio.Queue(maxsize=len(streams))
 

@@ -11,6 +11,7 @@ queue has a limit: what is under way is bounded by the requests that the front l
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -33,6 +34,9 @@ from jaxserve.messages import (
 logger = logging.getLogger(__name__)
 
 Message = TypeVar("Message")
+
+MAX_EVENTS = 64
+"""How many events the front takes in before it acts on them."""
 
 MAX_SOCKET_PATH = 107
 """Bytes that a path in the address of a Unix socket can have (``sun_path`` less its end)."""
@@ -86,13 +90,19 @@ class EventReceiver:
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.bind(address)
+        self._without_waiting = zmq.Socket.shadow(self._socket)  # the same socket
 
-    async def receive(self) -> EngineEvent:
-        """The next event. One that cannot be decoded is logged and left out."""
-        while True:
-            event = _decoded(decode_event, await self._socket.recv())
-            if event is not None:
-                return event
+    async def receive(self) -> list[EngineEvent]:
+        """Waits for the next event, and returns all that have come, at most `MAX_EVENTS`.
+
+        One that cannot be decoded is logged and left out.
+        """
+        messages = [await self._socket.recv()]
+        with contextlib.suppress(zmq.Again):
+            while len(messages) < MAX_EVENTS:
+                messages.append(self._without_waiting.recv(zmq.NOBLOCK))
+        events = [_decoded(decode_event, message) for message in messages]
+        return [event for event in events if event is not None]
 
     def close(self) -> None:
         """May be called again. No `receive` may be waiting."""

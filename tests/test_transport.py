@@ -25,6 +25,7 @@ from jaxserve.messages import (
 )
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.transport import (
+    MAX_EVENTS,
     MAX_SOCKET_PATH,
     EventReceiver,
     EventSender,
@@ -114,16 +115,39 @@ async def test_every_message_passes_both_ways(folder):
     thread.start()
     with front_context() as context:
         receiver = EventReceiver(context, folder.events)
-        events = [await receiver.receive()]
+        events = await receiver.receive()
         sender = RequestSender(context, folder.requests(3))
         for request in REQUESTS:
             sender.send(request)
-        events += [await receiver.receive() for _ in EVENTS[1:]]
+        while len(events) < len(EVENTS):
+            events += await receiver.receive()
         receiver.close()
         sender.close()
     await asyncio.to_thread(thread.join)
     assert heard == REQUESTS
     assert events == EVENTS
+
+
+async def test_the_front_takes_what_has_come_at_once():
+    num_events = 2 * MAX_EVENTS + 1
+    events = [Progress(i, "load", i, num_events, "things") for i in range(num_events)]
+    with front_context() as context:
+        receiver = EventReceiver(context, "inproc://events")  # what is sent has come
+        with zmq.Socket(context, zmq.PUSH) as raw:
+            raw.connect("inproc://events")
+            for event in events:
+                raw.send(encode(event))
+        heard = [await receiver.receive() for _ in range(3)]
+        assert list(map(len, heard)) == [MAX_EVENTS, MAX_EVENTS, 1]
+        assert sum(heard, []) == events
+        waiting = asyncio.create_task(receiver.receive())
+        with zmq.Socket(context, zmq.PUSH) as raw:
+            raw.connect("inproc://events")
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            raw.send(encode(events[0]))
+            assert await waiting == events[:1]
+        receiver.close()
 
 
 GARBAGE = [b"", b"\xc1", b"\x91\xa7unknown", b"\x92\xa5abort\x01", b"\x80" * 50]
@@ -136,7 +160,10 @@ async def test_front_drops_what_it_cannot_decode(folder, caplog):
             raw.connect(folder.events)
             for data in [*GARBAGE, encode(EVENTS[1])]:
                 raw.send(data)
-            assert await receiver.receive() == EVENTS[1]
+            events = []
+            while not events:
+                events = await receiver.receive()
+            assert events == [EVENTS[1]]
         receiver.close()
     assert sum("cannot be decoded" in r.message for r in caplog.records) == len(GARBAGE)
 

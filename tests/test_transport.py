@@ -131,23 +131,23 @@ async def test_every_message_passes_both_ways(folder):
 async def test_the_front_takes_what_has_come_at_once():
     num_events = 2 * MAX_EVENTS + 1
     events = [Progress(i, "load", i, num_events, "things") for i in range(num_events)]
-    with front_context() as context:
-        receiver = EventReceiver(context, "inproc://events")  # what is sent has come
-        with zmq.Socket(context, zmq.PUSH) as raw:
-            raw.connect("inproc://events")
-            for event in events:
-                raw.send(encode(event))
+    address = "inproc://events"  # what is sent there has come
+    with (
+        front_context() as context,
+        contextlib.closing(EventReceiver(context, address)) as receiver,
+        contextlib.closing(zmq.Socket(context, zmq.PUSH)) as raw,
+    ):
+        raw.connect(address)
+        for event in events:
+            raw.send(encode(event))
         heard = [await receiver.receive() for _ in range(3)]
         assert list(map(len, heard)) == [MAX_EVENTS, MAX_EVENTS, 1]
         assert sum(heard, []) == events
         waiting = asyncio.create_task(receiver.receive())
-        with zmq.Socket(context, zmq.PUSH) as raw:
-            raw.connect("inproc://events")
-            await asyncio.sleep(0)
-            assert not waiting.done()
-            raw.send(encode(events[0]))
-            assert await waiting == events[:1]
-        receiver.close()
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        raw.send(encode(events[0]))
+        assert await waiting == events[:1]
 
 
 GARBAGE = [b"", b"\xc1", b"\x91\xa7unknown", b"\x92\xa5abort\x01", b"\x80" * 50]

@@ -6,7 +6,9 @@ A line of the input, and a line of the output:
     {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...",
      "body": {...}}, "error": null}
 
-The body of the answer to a request that failed is null, and ``error`` says why.
+To a request that was refused or failed, status and body are those of the server: the body is
+``{"error": {...}}``. A line that is not a request has no response, but an ``error`` with a ``code``
+and a ``message``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import IO, Any
 import msgspec
 
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.openai.errors import ErrorBody, error_reply
+from jaxserve.openai.errors import error_reply
 from jaxserve.openai.protocol import decode
 
 OK = 200
@@ -42,24 +44,31 @@ class BadLine:
     """A line of the input that is not a request. ``custom_id`` is None if it has none."""
 
     custom_id: str | None
-    error: InvalidRequestError
+    reason: str
 
 
 class BatchResponse(msgspec.Struct, frozen=True):
-    """What the server would have replied. ``body`` is null if it is an error."""
+    """What the server would have replied."""
 
     status_code: int
     request_id: str
     body: Any
 
 
+class BatchError(msgspec.Struct, frozen=True):
+    """Why there is no response."""
+
+    code: str
+    message: str
+
+
 class BatchResult(msgspec.Struct, frozen=True):
-    """A line of the output."""
+    """A line of the output: a response, or an error if the request never ran."""
 
     id: str
     custom_id: str | None
-    response: BatchResponse
-    error: ErrorBody | None = None
+    response: BatchResponse | None
+    error: BatchError | None = None
 
     @classmethod
     def of_body(cls, custom_id: str, body: Any) -> BatchResult:
@@ -67,10 +76,15 @@ class BatchResult(msgspec.Struct, frozen=True):
         return cls(_new_id(), custom_id, BatchResponse(OK, _new_id(), body))
 
     @classmethod
-    def of_error(cls, custom_id: str | None, error: Exception) -> BatchResult:
-        """A request that failed."""
+    def of_error(cls, custom_id: str, error: Exception) -> BatchResult:
+        """A request that was refused or failed."""
         reply = error_reply(error)
-        return cls(_new_id(), custom_id, BatchResponse(reply.status, _new_id(), None), reply.body)
+        return cls(_new_id(), custom_id, BatchResponse(reply.status, _new_id(), reply.body))
+
+    @classmethod
+    def of_bad_line(cls, custom_id: str | None, reason: str) -> BatchResult:
+        """A line that is not a request, or none for an endpoint that is here."""
+        return cls(_new_id(), custom_id, None, BatchError("invalid_line", reason))
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest | BadLine]:
@@ -105,7 +119,7 @@ class _WithId(msgspec.Struct):
 
 
 def _bad_line(custom_id: str | None, number: int, reason: str) -> BadLine:
-    return BadLine(custom_id, InvalidRequestError(f"line {number} of the input: {reason}"))
+    return BadLine(custom_id, f"line {number} of the input: {reason}")
 
 
 class ResultFile:
@@ -174,7 +188,7 @@ class _OldResponse(msgspec.Struct):
 
 class _OldResult(msgspec.Struct):
     custom_id: str
-    response: _OldResponse
+    response: _OldResponse | None
 
 
 def _answered_id(line: bytes) -> str | None:
@@ -185,7 +199,7 @@ def _answered_id(line: bytes) -> str | None:
         old = msgspec.json.decode(line, type=_OldResult)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return old.custom_id if old.response.status_code == OK else None
+    return old.custom_id if old.response and old.response.status_code == OK else None
 
 
 def _new_id() -> str:

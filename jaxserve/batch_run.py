@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.batch_file import BadLine, BatchRequest, BatchResult, ResultFile, read_requests
+from jaxserve.batch_file import OK, BadLine, BatchRequest, BatchResult, ResultFile, read_requests
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.frontend import Frontend
 from jaxserve.openai import chat, completions, embeddings
@@ -57,7 +57,7 @@ class Totals:
 
     def add(self, result: BatchResult) -> None:
         """Counts a result."""
-        if result.error is not None:
+        if result.response is None or result.response.status_code != OK:
             self.num_errors += 1
             return
         self.num_answered += 1
@@ -127,9 +127,16 @@ async def answer(frontend: Frontend, request: BatchRequest | BadLine) -> BatchRe
       EngineDeadError: there will be none.
     """
     if isinstance(request, BadLine):
-        return BatchResult.of_error(request.custom_id, request.error)
+        return BatchResult.of_bad_line(request.custom_id, request.reason)
+    endpoint = ENDPOINTS.get(request.url)
+    if endpoint is None:
+        known = ", ".join(ENDPOINTS)
+        reason = f"url must be one of {known}, got {request.url[:200]!r}"
+        return BatchResult.of_bad_line(request.custom_id, reason)
+    if request.method != "POST":
+        reason = f"method must be 'POST', got {request.method[:20]!r}"
+        return BatchResult.of_bad_line(request.custom_id, reason)
     try:
-        endpoint = _endpoint(request)
         body = decode(bytes(request.body), endpoint.request_type)
         if isinstance(body, GenerationRequest) and body.stream:
             raise InvalidRequestError("stream cannot be true in a batch", param="stream")
@@ -143,19 +150,6 @@ async def answer(frontend: Frontend, request: BatchRequest | BadLine) -> BatchRe
         logger.exception("request %r failed", request.custom_id)
         return BatchResult.of_error(request.custom_id, error)
     return BatchResult.of_body(request.custom_id, reply)
-
-
-def _endpoint(request: BatchRequest) -> Endpoint:
-    endpoint = ENDPOINTS.get(request.url)
-    if endpoint is None:
-        raise InvalidRequestError(
-            f"url must be one of {', '.join(ENDPOINTS)}, got {request.url[:200]!r}", param="url"
-        )
-    if request.method != "POST":
-        raise InvalidRequestError(
-            f"method must be 'POST', got {request.method[:20]!r}", param="method"
-        )
-    return endpoint
 
 
 async def _report(totals: Totals, num_requests: int, *, silent: bool) -> None:

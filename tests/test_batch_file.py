@@ -33,11 +33,11 @@ def test_requests_are_read_and_empty_lines_passed_over(tmp_path: Path) -> None:
     [
         ("not json", None, "line 2 of the input: the body is not valid JSON"),
         ('"text"', None, "line 2 of the input: body: Expected object"),
-        ('{"method": "POST", "url": "u", "body": {}}', None, "missing required field custom_id"),
+        ('{"method": "POST", "url": "u", "body": {}}', None, "custom_id: it is missing"),
         ('{"custom_id": 5, "url": "u", "body": {}}', None, "custom_id: Expected str, got int"),
-        ('{"custom_id": "b", "url": "u", "body": {}}', "b", "missing required field method"),
-        ('{"custom_id": "b", "method": "POST", "body": {}}', "b", "missing required field url"),
-        ('{"custom_id": "b", "method": "POST", "url": "u"}', "b", "missing required field body"),
+        ('{"custom_id": "b", "url": "u", "body": {}}', "b", "method: it is missing"),
+        ('{"custom_id": "b", "method": "POST", "body": {}}', "b", "url: it is missing"),
+        ('{"custom_id": "b", "method": "POST", "url": "u"}', "b", "body: it is missing"),
         ('{"custom_id": "b", "method": "POST", "url": null, "body": {}}', "b", "url: Expected str"),
         (line("a"), "a", "line 2 of the input: its custom_id was used before, in line 1"),
         ("[" * 100_000, None, "line 2 of the input"),
@@ -49,7 +49,7 @@ def test_a_bad_line_says_what_is_wrong(tmp_path: Path, text: str, custom_id, say
     assert isinstance(after, BatchRequest)
     assert isinstance(bad, BadLine)
     assert bad.custom_id == custom_id
-    assert says in bad.error.message
+    assert says in bad.reason
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
@@ -67,28 +67,31 @@ def test_results_are_in_the_file_at_once(tmp_path: Path) -> None:
     results.write(BatchResult.of_body("a", {"x": 1}))
     assert [r["custom_id"] for r in results_in(path)] == ["a"]
     results.write(BatchResult.of_error("b", InvalidRequestError("bad n", param="n")))
+    results.write(BatchResult.of_bad_line(None, "not one"))
     results.close()
-    first, second = results_in(path)
+    first, second, third = results_in(path)
     assert first["response"]["status_code"] == 200
     assert first["response"]["body"] == {"x": 1}
     assert first["error"] is None
     assert second["response"]["status_code"] == 400
-    assert second["response"]["body"] is None
-    assert second["error"]["error"] == {
-        "message": "bad n",
-        "type": "BadRequestError",
-        "param": "n",
-        "code": 400,
+    assert second["response"]["body"] == {
+        "error": {"message": "bad n", "type": "BadRequestError", "param": "n", "code": 400}
     }
-    assert first["id"] != second["id"]
-    assert first.keys() == second.keys() == {"id", "custom_id", "response", "error"}
+    assert second["error"] is None
+    assert third["response"] is None
+    assert third["error"] == {"code": "invalid_line", "message": "not one"}
+    assert len({result["id"] for result in (first, second, third)}) == 3
+    for result in (first, second, third):
+        assert result.keys() == {"id", "custom_id", "response", "error"}
 
 
 def test_an_error_of_another_kind_has_its_own_code() -> None:
     result = BatchResult.of_error("a", ContextLengthError("too long"))
-    assert result.error is not None
-    assert result.error.error.code == "context_length_exceeded"
-    assert BatchResult.of_error("a", ValueError("secret")).response.status_code == 500
+    assert result.response is not None
+    assert result.response.body.error.code == "context_length_exceeded"
+    other = BatchResult.of_error("a", ValueError("secret")).response
+    assert other is not None
+    assert other.status_code == 500
 
 
 def test_a_file_is_not_replaced_by_accident(tmp_path: Path) -> None:
@@ -116,7 +119,7 @@ def test_resume_keeps_answers_and_drops_the_rest(tmp_path: Path) -> None:
     for custom_id in ("a", "b", "a"):
         results.write(BatchResult.of_body(custom_id, {}))
     results.write(BatchResult.of_error("c", InvalidRequestError("bad")))
-    results.write(BatchResult.of_error(None, InvalidRequestError("bad")))
+    results.write(BatchResult.of_bad_line(None, "bad"))
     results.close()
     with path.open("ab") as file:
         file.write(b"\xff\xfe\n[]\n")

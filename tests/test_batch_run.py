@@ -99,19 +99,17 @@ async def test_bad_lines_become_errors_and_the_run_goes_on(batch: Batch) -> None
     said = await batch.run(frontend)
     lines = [json.loads(line) for line in batch.output.read_text().splitlines()]
     assert len(lines) == 13
+    ran = [line for line in lines if line["error"] is None]
     status = {
         (
             line["custom_id"],
             line["response"]["status_code"],
-            (line["error"] or {}).get("error", {}).get("param"),
+            line["response"]["body"].get("error", {}).get("param"),
         )
-        for line in lines
+        for line in ran
     }
     assert status == {
         ("good", 200, None),
-        (None, 400, None),
-        ("url", 400, "url"),
-        ("get", 400, "method"),
         ("temperature", 400, "temperature"),
         ("type", 400, "max_tokens"),
         ("stream", 400, "stream"),
@@ -119,9 +117,15 @@ async def test_bad_lines_become_errors_and_the_run_goes_on(batch: Batch) -> None
         ("long", 400, "prompt"),
         ("body", 400, None),
         ("messages", 400, "messages"),
-        ("good", 400, None),
         ("last", 200, None),
     }
+    never = {line["custom_id"]: line["error"] for line in lines if line["response"] is None}
+    assert len(ran) + len(never) == 13
+    assert never.keys() == {None, "url", "get", "good"}
+    assert {error["code"] for error in never.values()} == {"invalid_line"}
+    assert "/v1/rerank" in never["url"]["message"]
+    assert "'GET'" in never["get"]["message"]
+    assert "used before" in never["good"]["message"]
     assert said.startswith("2 answered, 11 errors, ")
     assert len(engine.submitted) == 2
 

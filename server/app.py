@@ -7,7 +7,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from server.errors import HANDLERS, CatchUnexpected
-from server.middleware import ApiKey, RequestId, RootPath
+from server.middleware import ApiKey, ForeignPages, RequestId, RootPath
 from server.routes import (
     chat,
     completions,
@@ -37,11 +37,14 @@ ROUTES = [
 ]
 
 
-def create_app(state: ServerState, settings: ApiSettings | None = None) -> Starlette:
+def create_app(
+    state: ServerState, settings: ApiSettings | None = None, *, is_local: bool = False
+) -> Starlette:
     """The OpenAI API in front of ``state.frontend``.
 
     The front end may come later: until ``state.frontend`` is set, /health and the API answer 503.
-    Set ``state.draining`` to refuse new requests while those under way finish.
+    Set ``state.draining`` to refuse new requests while those under way finish. ``is_local``: only
+    this machine can reach it, so the names under which it may be asked are limited.
     """
     settings = settings or ApiSettings()
     middleware = [Middleware(RequestId)]
@@ -57,7 +60,18 @@ def create_app(state: ServerState, settings: ApiSettings | None = None) -> Starl
                 expose_headers=["x-request-id"],
             )
         )
-    if settings.api_key:
+    # A browser has no key to send for a page that does not know it.
+    is_guarded = bool(settings.api_key)
+    if settings.allowed_hosts or not is_guarded:
+        checks_hosts = bool(settings.allowed_hosts) or is_local
+        middleware.append(
+            Middleware(
+                ForeignPages,
+                hosts=settings.allowed_hosts if checks_hosts else None,
+                origins=("*",) if is_guarded else settings.allowed_origins,
+            )
+        )
+    if is_guarded:
         middleware.append(Middleware(ApiKey, keys=settings.api_key))
     middleware.append(Middleware(CatchUnexpected))
     app = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)

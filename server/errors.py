@@ -20,6 +20,7 @@ API_PREFIX = "/v1"
 RETRY_AFTER_S = {429: "1", 503: "5"}
 TYPES = {
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",

@@ -60,6 +60,11 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def is_local(listener: socket.socket) -> bool:
+    """Whether only this machine can reach it."""
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+
+
 async def serve(
     listener: socket.socket,
     config: EngineConfig,
@@ -76,7 +81,7 @@ async def serve(
     state = ServerState()
     state.config = config
     stop, hurry = _signals()
-    http = http_server(create_app(state, api), settings)
+    http = http_server(create_app(state, api, is_local=is_local(listener)), settings)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     client: EngineClient | None = None
     try:
@@ -224,7 +229,7 @@ def _announce(
     host, port = listener.getsockname()[:2]
     sampling, source = frontend.defaults.describe()
     console.decisions([*frontend.engine.ready.decisions, ("sampling", sampling, source)])
-    if not ipaddress.ip_address(host).is_loopback and not api.api_key:
+    if not is_local(listener) and not api.api_key:
         console.say("  WARNING: everybody who can reach this machine can use it; see --api-key")
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)
     if reachable is None:

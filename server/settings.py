@@ -44,6 +44,11 @@ class ApiSettings:
     allowed_origins: tuple[str, ...] = setting(
         (), "web origins whose pages may use the API (CORS), * for all; unset: none"
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "names under which the server may be asked, besides addresses and local names, * for any; "
+        "unset: none if it listens to this machine only and needs no key, else any",
+    )
     metrics_prefix: str = setting(
         "vllm", "first part of the names of the metrics; the default fits existing dashboards"
     )

@@ -17,7 +17,7 @@ from jaxserve.messages import Progress
 from jaxserve.served_model import ServedModel
 from server.__main__ import make_parser, read_config
 from server.app import create_app
-from server.run import http_server, listen, make_frontend, read_template
+from server.run import http_server, is_local, listen, make_frontend, read_template
 from server.settings import ApiSettings, ServerSettings
 from server.state import ServerState
 
@@ -76,7 +76,8 @@ class ServerThread:
         state.config = config
         listener = listen(self._settings.host, self._settings.port)
         self.url = f"http://{self._settings.host}:{listener.getsockname()[1]}"
-        self._http = http_server(create_app(state, self._api), self._settings)
+        app = create_app(state, self._api, is_local=is_local(listener))
+        self._http = http_server(app, self._settings)
         self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
 
     async def _stop(self) -> None:

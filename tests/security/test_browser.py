@@ -1,0 +1,163 @@
+"""Pages of other sites cannot use a server that listens on the visitor's own machine.
+
+CVE-2024-28224 (DNS rebinding), CVE-2026-27482 (a method that was not thought of), CVE-2025-62593.
+"""
+
+import httpx
+import pytest
+
+from jaxserve.testing.scripted_frontend import scripted_frontend
+from server.app import ROUTES, create_app
+from server.run import is_local, listen
+from server.settings import ApiSettings
+from server.state import ServerState
+
+BODY = {"prompt": "hello"}
+PATHS = sorted({route.path.replace("{name:path}", "tiny") for route in ROUTES})
+OPEN = {"/health", "/live"}
+ANY_METHOD = ["POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND", "BREW"]
+
+OURS = ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.8.9.1", "[::1]:8000", "[::1]"]
+NEARBY = [
+    "my-pc",
+    "my-pc:80",
+    "gpu.local",
+    "host.docker.internal:8000",
+    "a.localhost",
+    "10.1.2.3:8",
+]
+FOREIGN = [
+    *(
+        "evil.example",
+        "evil.example:8000",
+        "evil.example.",
+        "localhost.evil.example",
+        "127.0.0.1.nip.io",
+    ),
+    *(
+        "evil.example:localhost",
+        "internal.evil.example",
+        "x.local.evil.example",
+        "2130706433.x",
+    ),
+]
+
+
+def client_of(*, is_local=True, **settings):
+    app = create_app(
+        ServerState(scripted_frontend("hello world")), ApiSettings(**settings), is_local=is_local
+    )
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+async def test_a_name_that_was_made_to_lead_here_is_refused(host) -> None:
+    async with client_of() as client:
+        for path in PATHS:
+            for method in ("GET", "HEAD", "OPTIONS", *ANY_METHOD):
+                reply = await client.request(method, path, headers={"host": host})
+                assert (reply.status_code == 403) == (path not in OPEN), (method, path)
+        # The page is of the same origin then, as far as the browser can see.
+        headers = {"host": host, "origin": f"http://{host}"}
+        reply = await client.post("/v1/completions", json=BODY, headers=headers)
+        assert reply.status_code == 403
+        assert "--allowed-hosts" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("host", [*OURS, *NEARBY])
+async def test_names_that_no_site_can_have_are_ours(host) -> None:
+    async with client_of() as client:
+        reply = await client.post("/v1/completions", json=BODY, headers={"host": host})
+        assert reply.status_code == 200
+        page = {"host": host, "origin": f"http://{host}"}
+        reply = await client.post("/v1/completions", json=BODY, headers=page)
+        assert reply.status_code == 200
+
+
+@pytest.mark.parametrize("host", [*FOREIGN, *OURS, *NEARBY])
+async def test_a_server_for_a_network_has_any_name_unless_told(host) -> None:
+    async with client_of(is_local=False) as client:
+        reply = await client.post("/v1/completions", json=BODY, headers={"host": host})
+        assert reply.status_code == 200
+    async with client_of(is_local=False, allowed_hosts=("llm.example",)) as client:
+        reply = await client.post("/v1/completions", json=BODY, headers={"host": host})
+        assert reply.status_code == (403 if host in FOREIGN else 200)
+        headers = {"host": "LLM.example:443"}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def test_names_can_be_allowed_and_a_key_makes_them_needless() -> None:
+    host = {"host": "llm.example"}
+    for allowed in (("llm.example",), ("other", "*")):
+        async with client_of(allowed_hosts=allowed) as client:
+            assert (await client.get("/v1/models", headers=host)).status_code == 200
+    async with client_of(api_key=("k",)) as client:  # which a page of another site does not have
+        assert (await client.get("/v1/models", headers=host)).status_code == 401
+        headers = host | {"authorization": "Bearer k", "origin": "https://page.example"}
+        assert (await client.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
+    async with client_of(api_key=("k",), allowed_hosts=("other.example",)) as client:
+        headers = host | {"authorization": "Bearer k"}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 403
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://evil.example",
+        "http://evil.example",
+        "null",
+        "http://127.0.0.1:9000",
+        "https://127.0.0.1",
+    ],
+)
+async def test_pages_of_others_may_only_read(origin, is_local) -> None:
+    """Whatever the method: those that may are listed, not those that may not."""
+    headers = {"origin": origin}
+    async with client_of(is_local=is_local) as client:
+        for path in PATHS:
+            for method in ANY_METHOD:
+                reply = await client.request(method, path, headers=headers)
+                assert (reply.status_code == 403) == (path not in OPEN), (method, path)
+        reply = await client.get("/v1/models", headers=headers)
+        assert reply.status_code == 200
+        assert "access-control-allow-origin" not in reply.headers, "so the page cannot see it"
+        reply = await client.post("/v1/completions", json=BODY, headers=headers)
+        assert "--allowed-origins" in reply.json()["error"]["message"]
+    async with client_of(is_local=is_local, allowed_origins=(origin,)) as client:
+        reply = await client.post("/v1/completions", json=BODY, headers=headers)
+        assert reply.status_code == 200
+        other = {"origin": "https://other.example"}
+        reply = await client.post("/v1/completions", json=BODY, headers=other)
+        assert reply.status_code == 403
+    async with client_of(is_local=is_local, allowed_origins=("*",)) as client:
+        reply = await client.post("/v1/completions", json=BODY, headers=headers)
+        assert reply.status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["app://notes", "vscode-webview://1234", "tauri://localhost"])
+async def test_programs_that_are_no_pages_of_the_web_may_go_on(origin) -> None:
+    async with client_of() as client:
+        reply = await client.post("/v1/completions", json=BODY, headers={"origin": origin})
+        assert reply.status_code == 200
+
+
+async def test_what_a_page_can_send_without_asking_is_no_request() -> None:
+    """Without a preflight only these content types can be sent, or none."""
+    async with client_of(is_local=False, allowed_origins=("https://page.example",)) as client:
+        for kind in (
+            *("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None),
+        ):
+            headers = {"origin": "https://page.example"} | ({"content-type": kind} if kind else {})
+            for path in PATHS:
+                reply = await client.post(path, content=b'{"prompt":"a"}', headers=headers)
+                assert reply.status_code in (400, 404, 405) or path == "/ping", (kind, path)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)]
+)
+def test_it_is_known_who_can_reach_the_server(host, expected) -> None:
+    with listen(host, 0) as listener:
+        assert is_local(listener) == expected

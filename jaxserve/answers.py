@@ -57,6 +57,7 @@ class AnswerBuilder:
     ) -> list[Answer]:
         """The answers to all prompts. Arguments and errors: see `Frontend.generate_batch`."""
         params.check_token_ids(self._ready.vocab_size)
+        params = params.within_logprobs(self._ready.max_logprobs, self._ready.vocab_size)
         if not INT64[0] <= priority <= INT64[1]:
             raise InvalidRequestError(
                 f"priority must be between {INT64[0]} and {INT64[1]}, got {priority}",

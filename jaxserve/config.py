@@ -15,6 +15,8 @@ from jaxserve.errors import ConfigError
 MIB = 1024**2
 GIB = 1024**3
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
 
 def setting(default: Any, help: str) -> Any:
     """A field that is also a command line flag, with its help text."""
@@ -77,6 +79,31 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobsConfig:
+    """The numbers that are returned as log probabilities."""
+
+    logprobs_mode: LogprobsMode = setting(
+        "raw_logprobs",
+        "log probabilities or logits; raw: as the model gives them; processed: after masks, biases,"
+        " penalties, temperature and filters",
+    )
+    max_logprobs: int = setting(
+        20, "most likely tokens that a request may ask for; -1: the whole vocabulary"
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_logprobs < -1:
+            raise ConfigError(
+                "--max-logprobs must be at least 0, or -1 for the whole vocabulary, got "
+                f"{self.max_logprobs}"
+            )
+
+    def limit(self, vocab_size: int) -> int:
+        """The most likely tokens that a request may ask for, of so many."""
+        return vocab_size if self.max_logprobs == -1 else self.max_logprobs
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """How many engines."""
 
@@ -104,6 +131,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    logprobs: LogprobsConfig = field(default_factory=LogprobsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
 

@@ -73,7 +73,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True, gc=False)
     """The engine can serve. Carries what it settled on by itself.
 
     ``decisions`` are (what, value, why) lines for people. ``hidden_size`` is the length of the
-    vectors that `SamplingParams.pooling` gives.
+    vectors that `SamplingParams.pooling` gives. ``max_logprobs`` is the largest
+    `SamplingParams.logprobs` that is served.
     """
 
     engine: int
@@ -87,6 +88,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True, gc=False)
     decisions: list[tuple[str, str, str]]
     num_compilations: int
     hidden_size: int = 0
+    max_logprobs: int = 20
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):

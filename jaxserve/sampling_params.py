@@ -22,7 +22,8 @@ REPETITION_PENALTIES = (1e-6, 1e6)
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 256
-MAX_LOGPROBS = 20
+ALL_LOGPROBS = -1
+"""Log probabilities of the whole vocabulary."""
 MAX_LOGIT_BIAS = 2**18
 MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_BAD_WORDS = 1024
@@ -40,6 +41,8 @@ class Grammar(msgspec.Struct, frozen=True):
       kind: how ``spec`` is to be read.
       spec: a JSON schema as JSON text; a regular expression; a JSON array of strings, one of which
         is the answer; a grammar in Lark syntax or EBNF; for "json_object" nothing.
+      frame: a grammar in Lark syntax for the whole answer, in which ``@answer`` is the text that
+        ``kind`` and ``spec`` describe, or empty; see `parsing.answer_frame`.
 
     Raises:
       InvalidRequestError: ``spec`` is longer than `MAX_GRAMMAR_CHARS`. Whether it can be used at
@@ -48,6 +51,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
     spec: str = ""
+    frame: str = ""
 
     def __post_init__(self) -> None:
         _require(
@@ -80,9 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       presence_penalty, frequency_penalty: in [-2, 2], over the generated tokens.
       repetition_penalty: > 0, over prompt and generated tokens; 1 is off.
       logprobs: return the log probability of each sampled token and of this many of the most
-        likely ones; 0 to 20, or None for off.
-      prompt_logprobs: the same for each token of the prompt but the first; 0 to 20, or None for
-        off.
+        likely ones, -1 for all; or None for off. How many there may be is for the engine to say.
+      prompt_logprobs: the same for each token of the prompt but the first, or None for off.
       logit_bias: token ids to what is added to their logits; values beyond +-100 act like +-100.
       allowed_token_ids: the only tokens to sample, or None for all. Cannot be combined with a
         grammar.
@@ -162,10 +165,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "a finite number greater than 0",
             self.repetition_penalty,
         )
-        if self.logprobs is not None:
-            _require_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _require_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(
+                count is None or ALL_LOGPROBS <= count <= INT64[1],
+                name,
+                f"at least 0, or {ALL_LOGPROBS} for all tokens",
+                count,
+            )
         self._check_tokens()
         _require(
             len(self.stop) <= MAX_STOP_STRINGS,
@@ -240,6 +247,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_ids(self.allowed_token_ids or (), vocab_size, param="allowed_token_ids")
         for word in self.bad_words_token_ids:
             check_ids(word, vocab_size, param="bad_words")
+
+    def within_logprobs(self, max_logprobs: int, vocab_size: int) -> SamplingParams:
+        """The same, with counts of log probabilities that are in ``[0, vocab_size]``.
+
+        Raises:
+          InvalidRequestError: more than ``max_logprobs`` are asked for.
+        """
+        counts = {}
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None:
+                wanted = vocab_size if count == ALL_LOGPROBS else count
+                expected = f"between 0 and {max_logprobs} (--max-logprobs of this server)"
+                _require(wanted <= max_logprobs, name, expected, count)
+                counts[name] = min(wanted, vocab_size)
+        return msgspec.structs.replace(self, **counts) if counts else self
 
 
 def check_ids(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) -> None:

@@ -155,7 +155,7 @@ def compile_step(
         block_size=BLOCK_SIZE,
     )
     bucket = Bucket(case.num_tokens, case.num_rows, NARROW_TABLE)
-    inputs = batch.build(StepPlan(step_id=-1, scheduled=()), bucket, keep_tokens=True)
+    inputs = batch.build(StepPlan(step_id=-1, scheduled=()), bucket)
     program = deviceless.compile_for_h200(
         make_step(bind, backend_for("pallas_triton", spec, DEVICE, DTYPE)),
         params,

@@ -14,7 +14,6 @@ from jaxserve.sampling_params import (
     MAX_BAD_WORDS,
     MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -48,10 +47,10 @@ BAD = [
     ("repetition_penalty", 0.0),
     ("repetition_penalty", math.inf),
     ("repetition_penalty", math.nan),
-    ("logprobs", -1),
-    ("logprobs", MAX_LOGPROBS + 1),
-    ("prompt_logprobs", -1),
-    ("prompt_logprobs", MAX_LOGPROBS + 1),
+    ("logprobs", -2),
+    ("logprobs", 2**63),
+    ("prompt_logprobs", -2),
+    ("prompt_logprobs", 2**63),
     ("logit_bias", {1: math.nan}),
     ("logit_bias", {1: math.inf}),
     ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
@@ -90,7 +89,8 @@ EDGES = [
     ("logit_bias", {5: 1e300}),
     ("allowed_token_ids", (1,)),
     ("bad_words_token_ids", ((1,), (2,) * MAX_BAD_WORD_TOKENS)),
-    ("logprobs", MAX_LOGPROBS),
+    ("logprobs", -1),
+    ("prompt_logprobs", 100_000),
     ("stop", ("x",) * MAX_STOP_STRINGS),
     ("stop_token_ids", (1,) * MAX_STOP_TOKEN_IDS),
 ]
@@ -187,3 +187,23 @@ def test_the_checks_hold_on_the_wire_too() -> None:
     )
     # Defaults are not sent.
     assert msgspec.json.encode(SamplingParams()) == b"{}"
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_the_engine_says_how_many_log_probabilities_there_are(field: str) -> None:
+    def within(count: int, most: int) -> int | None:
+        params = SamplingParams(**{field: count}).within_logprobs(most, vocab_size=300)
+        return getattr(params, field)
+
+    assert [within(count, 20) for count in (0, 7, 20)] == [0, 7, 20]
+    assert [within(count, 300) for count in (-1, 299, 300)] == [300, 299, 300]
+    assert [within(count, 1000) for count in (-1, 999)] == [300, 300]
+    for count, most in [(21, 20), (-1, 20), (-1, 299), (301, 300), (1, 0)]:
+        with pytest.raises(
+            InvalidRequestError, match=f"between 0 and {most} .*--max-logprobs"
+        ) as e:
+            within(count, most)
+        assert e.value.param == field
+        assert e.value.message.endswith(f"got {count}")
+    plain = SamplingParams()
+    assert plain.within_logprobs(0, 300) is plain

@@ -53,6 +53,8 @@ class NeighbourFigures:
       plain_ms: beside a plain request, the median over the runs.
       ratios: for each kind, one a repeat: the time beside such a request over that beside plain
         ones.
+      cpu_ratios: likewise the processor time of all processes for the whole run, which says the
+        same, but for waiting, where other programs run on the machine too.
     """
 
     machine: Machine
@@ -63,6 +65,7 @@ class NeighbourFigures:
     output_len: int
     plain_ms: float
     ratios: dict[str, list[float]]
+    cpu_ratios: dict[str, list[float]]
 
     def table(self) -> str:
         """A table in Markdown."""
@@ -74,14 +77,18 @@ class NeighbourFigures:
                 f"{self.input_len} tokens in, {self.output_len} out; {self.plain_ms:.1f} ms "
                 "between the tokens of the former if the latter is plain",
                 "",
-                "| the one more asks for | times as long between tokens: median, all |",
-                "|---|---|",
+                "| the one more asks for | times as long between tokens | processor time |",
+                "|---|---|---|",
                 *(
-                    f"| {kind} | {statistics.median(r):.3f} ({', '.join(f'{x:.3f}' for x in r)}) |"
-                    for kind, r in self.ratios.items()
+                    f"| {kind} | {_spread(ratios)} | {_spread(self.cpu_ratios[kind])} |"
+                    for kind, ratios in self.ratios.items()
                 ),
             ]
         )
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,21 +136,21 @@ async def measure(args: argparse.Namespace) -> NeighbourFigures:
         return {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True}
 
     asked = kinds(args.output_len)
-    plain: list[float] = []
-    ratios: dict[str, list[float]] = {kind: [] for kind in asked}
+    plain: list[_Cost] = []
+    ratios: dict[str, list[_Cost]] = {kind: [] for kind in asked}
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--model", args.model, *args.server_flags]
         with ServerProcess(flags, log=Path(folder, "server.log")) as server:
             await server.until_healthy()
-            for kind in ({}, *asked.values()):
-                await _run(server, body, kind, args.num_neighbours)
+            for fields in ({}, *asked.values()):
+                await _run(server, body, fields, args.num_neighbours)
             for _ in range(args.repeats):
                 plain.append(await _run(server, body, {}, args.num_neighbours))
                 for kind, fields in asked.items():
-                    seconds = await _run(server, body, fields, args.num_neighbours)
+                    cost = await _run(server, body, fields, args.num_neighbours)
                     plain.append(await _run(server, body, {}, args.num_neighbours))
-                    ratios[kind].append(seconds / statistics.mean(plain[-2:]))
-                    print(f"{kind}: {ratios[kind][-1]:.3f}", file=sys.stderr, flush=True)
+                    ratios[kind].append(cost.over(*plain[-2:]))
+                    print(f"{kind}: {ratios[kind][-1]}", file=sys.stderr, flush=True)
     return NeighbourFigures(
         machine=Machine.this(),
         model=args.model,
@@ -151,18 +158,38 @@ async def measure(args: argparse.Namespace) -> NeighbourFigures:
         num_neighbours=args.num_neighbours,
         input_len=args.input_len,
         output_len=args.output_len,
-        plain_ms=statistics.median(plain) * 1000,
-        ratios=ratios,
+        plain_ms=statistics.median(cost.seconds for cost in plain) * 1000,
+        ratios={kind: [cost.seconds for cost in costs] for kind, costs in ratios.items()},
+        cpu_ratios={kind: [cost.cpu_seconds for cost in costs] for kind, costs in ratios.items()},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """The time between two tokens of the neighbours, and the processor time of a run."""
+
+    seconds: float
+    cpu_seconds: float
+
+    def over(self, *others: _Cost) -> _Cost:
+        """As multiples of the means of others."""
+        return _Cost(
+            self.seconds / statistics.mean(other.seconds for other in others),
+            self.cpu_seconds / statistics.mean(other.cpu_seconds for other in others),
+        )
 
 
 async def _run(
     server: ServerProcess, body: Callable[[], Body], fields: Body, num_neighbours: int
-) -> float:
-    """Seconds between two tokens of the neighbours of a request with these fields."""
+) -> _Cost:
+    """What the neighbours of a request with these fields wait, and what the run costs."""
     bodies = [*(body() for _ in range(num_neighbours)), body() | fields]
+    cpu_seconds = server.cpu_seconds()
     timings = await asyncio.gather(*(stream_completion(HOST, server.port, each) for each in bodies))
-    return seconds_between_tokens(timings[:-1], beside=timings[-1])
+    return _Cost(
+        seconds_between_tokens(timings[:-1], beside=timings[-1]),
+        server.cpu_seconds() - cpu_seconds,
+    )
 
 
 def seconds_between_tokens(neighbours: Sequence[Timing], *, beside: Timing) -> float:

@@ -85,6 +85,7 @@ def build(
         sizes=sizes,
         vocab_size=spec.vocab_size,
         table_widths=table_widths(sizes.max_model_len, sizes.block_size),
+        logprobs_mode=config.logprobs.logprobs_mode,
     )
     if config.compile.warmup:
         with phase("compile", "programs") as compiling:
@@ -98,7 +99,14 @@ def build(
         *sizes.decisions,
         kept,
     ]
-    ready = _ready(engine, spec, sizes, decisions, num_compilations=runner.num_compilations)
+    ready = _ready(
+        engine,
+        spec,
+        sizes,
+        decisions,
+        num_compilations=runner.num_compilations,
+        max_logprobs=config.logprobs.limit(spec.vocab_size),
+    )
     scheduler = Scheduler(
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
@@ -171,6 +179,7 @@ def _ready(
     decisions: list[Decision],
     *,
     num_compilations: int,
+    max_logprobs: int,
 ) -> Ready:
     return Ready(
         engine=engine,
@@ -184,4 +193,5 @@ def _ready(
         decisions=[(decision.what, decision.value, decision.why) for decision in decisions],
         num_compilations=num_compilations,
         hidden_size=spec.hidden_size,
+        max_logprobs=max_logprobs,
     )

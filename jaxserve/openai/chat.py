@@ -38,7 +38,7 @@ async def prepare(frontend: Frontend, request: ChatRequest, *, request_id: str =
     """
     frontend.check_model(request.model)
     check_fields(request)
-    params = chat_params(request, frontend.defaults)
+    params = chat_params(request, frontend.defaults, frontend.engine.ready)
     use = read_tools(request, frontend)
     params = await constrained(frontend, request, params, use)
     thinks_aloud = frontend.reasoning_parser is not None and frontend.hides_think_tags

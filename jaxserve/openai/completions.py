@@ -27,7 +27,7 @@ async def prepare(frontend: Frontend, request: CompletionRequest, *, request_id:
     """
     frontend.check_model(request.model)
     check_fields(request)
-    params = completion_params(request, frontend.defaults)
+    params = completion_params(request, frontend.defaults, frontend.engine.ready)
     params = await constrained(frontend, request, params)
     given = completion_prompts(request.prompt)
     adds_special = request.add_special_tokens is not False

@@ -18,7 +18,7 @@ from jaxserve.openai.protocol import (
     PromptTokensDetails,
     Usage,
 )
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import ALL_LOGPROBS, SamplingParams
 from jaxserve.streams import Delta
 from jaxserve.tokenizer import Tokenizer
 
@@ -108,6 +108,9 @@ class Job:
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
         as_ids = bool(request.return_tokens_as_token_ids)
+        num_prompt_logprobs = request.prompt_logprobs
+        if num_prompt_logprobs == ALL_LOGPROBS:
+            num_prompt_logprobs = params.prompt_logprobs  # counted by now
         return cls(
             id=job_id,
             created=int(time.time()),
@@ -119,7 +122,7 @@ class Job:
             num_answers=len(prompts) * params.n,
             usage=UsageCount(sum(map(len, prompts)), params.n),
             num_logprobs=params.logprobs,
-            num_prompt_logprobs=request.prompt_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
             token_name=token_names(frontend.tokenizer, as_ids=as_ids),
             with_token_ids=bool(request.return_token_ids),
             include_usage=include_usage,

@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.generation_defaults import GenerationDefaults
+from jaxserve.messages import Ready
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import ALL_LOGPROBS, SamplingParams
 
 MAX_STOP_CHARS = 1000
 """Longest stop text; each may be searched for at every token."""
@@ -100,7 +101,9 @@ def check_prompt_fields(salt: str | None, keep: int | None) -> None:
         )
 
 
-def completion_params(request: CompletionRequest, defaults: GenerationDefaults) -> SamplingParams:
+def completion_params(
+    request: CompletionRequest, defaults: GenerationDefaults, ready: Ready
+) -> SamplingParams:
     """The parameters of a completion. Raises InvalidRequestError.
 
     With ``max_tokens`` 0 one token is generated, for nobody to see: that is how a prompt is scored.
@@ -109,16 +112,17 @@ def completion_params(request: CompletionRequest, defaults: GenerationDefaults) 
     if asked_tokens(request) == 0:
         values |= {"max_tokens": 1, "min_tokens": 0}
     if request.echo and request.logprobs is not None:
-        values["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
-    return _params(request, defaults, request.logprobs, values, renamed={})
+        counts = (request.logprobs, request.prompt_logprobs or 0)
+        values["prompt_logprobs"] = ALL_LOGPROBS if ALL_LOGPROBS in counts else max(counts)
+    return _params(request, defaults, ready, request.logprobs, values, renamed={})
 
 
-def chat_params(request: ChatRequest, defaults: GenerationDefaults) -> SamplingParams:
+def chat_params(request: ChatRequest, defaults: GenerationDefaults, ready: Ready) -> SamplingParams:
     """The parameters of a chat completion. Raises InvalidRequestError."""
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _params(request, defaults, logprobs, {}, renamed={"logprobs": "top_logprobs"})
+    return _params(request, defaults, ready, logprobs, {}, renamed={"logprobs": "top_logprobs"})
 
 
 def asked_tokens(request: GenerationRequest) -> int | None:
@@ -135,6 +139,7 @@ def length_field(request: GenerationRequest) -> str:
 def _params(
     request: GenerationRequest,
     defaults: GenerationDefaults,
+    ready: Ready,
     logprobs: int | None,
     overrides: dict[str, Any],
     renamed: dict[str, str],
@@ -151,7 +156,8 @@ def _params(
     values["max_tokens"] = asked_tokens(request)
     renamed = renamed | {"max_tokens": length_field(request)}
     try:
-        return SamplingParams(**values | overrides)
+        params = SamplingParams(**values | overrides)
+        return params.within_logprobs(ready.max_logprobs, ready.vocab_size)
     except InvalidRequestError as error:
         # Blame the fields that the client sent, not the ones that they became.
         message = error.message

@@ -52,7 +52,7 @@ async def prepare(
     """
     chat_request = to_chat(request)
     try:
-        params = chat_params(chat_request, frontend.defaults)
+        params = chat_params(chat_request, frontend.defaults, frontend.engine.ready)
         job = await chat.prepare(frontend, chat_request, request_id=request_id)
     except InvalidRequestError as error:
         raise in_own_words(error, request) from error

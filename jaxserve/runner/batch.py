@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +54,11 @@ class BatchBuilder:
         self._num_slots = num_blocks * block_size
         self._block_size = block_size
 
-    def build(self, plan: StepPlan, bucket: Bucket, *, keep_tokens: bool) -> StepInputs:
+    def build(self, plan: StepPlan, bucket: Bucket, *, chosen: Container[int] = ()) -> StepInputs:
         """The inputs of a plan, padded to a bucket that holds it, as numpy arrays.
 
-        ``keep_tokens``: the step keeps the most likely token of each request that samples.
+        The step keeps the most likely token of each request that samples, but for those in
+        ``chosen``, by their places in the plan.
         """
         parts = plan.scheduled
         for part in parts:
@@ -78,7 +80,7 @@ class BatchBuilder:
                 tokens[first : first + part.num_tokens] = part.token_ids
             else:
                 sources[first] = part.row
-            if keep_tokens and part.samples:
+            if part.samples and i not in chosen:
                 targets[i] = part.row
         last = np.zeros(bucket.num_rows, np.int32)
         last[: len(parts)] = query_start[1 : len(parts) + 1] - 1

@@ -41,6 +41,7 @@ MIN_ROWS = 2
 FEW_ROWS = 8
 MIN_MIXED_TOKENS = 32
 NARROW_TABLE = 512
+FEWEST_SAMPLED = 4
 
 
 class Buckets:
@@ -97,6 +98,17 @@ def table_widths(max_model_len: int, block_size: int) -> tuple[int, ...]:
     """
     longest = -(-max_model_len // block_size)
     return (longest,) if longest <= NARROW_TABLE else (NARROW_TABLE, longest)
+
+
+def sampler_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """The numbers of rows that the sampler is compiled for, in ascending order.
+
+    Fewer than those of a step, since each is several programs, and they take little of a step.
+    """
+    sizes = [min(FEWEST_SAMPLED, max_num_seqs)]
+    while sizes[-1] < max_num_seqs:
+        sizes.append(min(4 * sizes[-1], max_num_seqs))
+    return tuple(sizes)
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

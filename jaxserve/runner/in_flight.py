@@ -11,8 +11,9 @@ from jaxserve.core.plan import StepPlan, StepResult
 from jaxserve.messages import TokenLogprobs
 from jaxserve.runner.pooling import PooledVectors
 from jaxserve.runner.prompt_logprobs import PromptScores
+from jaxserve.runner.sampling_batch import SamplingNeeds
+from jaxserve.runner.token_sampler import Sampled
 from jaxserve.sampling.logprobs import to_message
-from jaxserve.sampling.sampler import Sampled
 
 
 class StepInFlight:
@@ -20,7 +21,9 @@ class StepInFlight:
 
     Args:
       plan: of the step.
-      sampled: what it samples, or what starts the sampling when it is called.
+      best: i32[R], the most likely token of each request.
+      needs: which requests get another token, or log probabilities.
+      sampled: those, or what starts the sampling when it is called.
       scores: the prompt log probabilities that it was asked for, or None.
       pooled: the vectors that it was asked for, or None.
     """
@@ -28,17 +31,20 @@ class StepInFlight:
     def __init__(
         self,
         plan: StepPlan,
+        best: jax.Array,
+        needs: SamplingNeeds,
         sampled: Sampled | Callable[[], Sampled],
         *,
         scores: PromptScores | None,
         pooled: PooledVectors | None,
     ) -> None:
-        self._asked = [
-            (row, part.params.logprobs) for row, part in enumerate(plan.scheduled) if part.samples
-        ]
+        self._plan = plan
+        self._best = best
+        self._needs = needs
         self._scores = scores
         self._pooled = pooled
         self._sampled = sampled
+        best.copy_to_host_async()
         if isinstance(sampled, Sampled):
             _copy_to_host(sampled)
 
@@ -52,20 +58,27 @@ class StepInFlight:
         """Waits for the step."""
         assert isinstance(self._sampled, Sampled), "not sampled yet"
         sampled = jax.tree.map(np.asarray, self._sampled)
-        tokens = sampled.tokens[[row for row, _ in self._asked]].tolist()
+        tokens = np.array(self._best)
+        if sampled.tokens is not None:
+            tokens[list(self._needs.chosen)] = sampled.tokens[: len(self._needs.chosen)]
+        places = [i for i, part in enumerate(self._plan.scheduled) if part.samples]
         return StepResult(
-            tokens,
-            None if sampled.logprobs is None else self._logprobs(sampled, tokens),
+            tokens[places].tolist(),
+            None if sampled.logprobs is None else self._logprobs(sampled, tokens, places),
             prompt_logprobs=() if self._scores is None else self._scores.result(),
             pooled=() if self._pooled is None else self._pooled.result(),
         )
 
-    def _logprobs(self, sampled: Sampled, tokens: list[int]) -> list[TokenLogprobs | None]:
+    def _logprobs(
+        self, sampled: Sampled, tokens: np.ndarray, places: list[int]
+    ) -> list[TokenLogprobs | None]:
         assert sampled.logprobs is not None
-        return [
-            None if k is None else to_message(sampled.logprobs, row, token, k)
-            for (row, k), token in zip(self._asked, tokens, strict=True)
-        ]
+        found = {}
+        for row, place in enumerate(self._needs.scored):
+            k = self._plan.scheduled[place].params.logprobs
+            assert k is not None
+            found[place] = to_message(sampled.logprobs, row, int(tokens[place]), k)
+        return [found.get(place) for place in places]
 
 
 def _copy_to_host(sampled: Sampled) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxserve.core.plan import StepPlan
+from jaxserve.runner.programs import CompilationLog, Program
 from jaxserve.runner.step import LanguageModel
 
 CHUNK = 8
@@ -22,9 +23,10 @@ class Pooler:
 
     Args:
       bind: makes the model from its parameters; called while tracing.
+      log: is told of compilations.
     """
 
-    def __init__(self, bind: Callable[[Any], LanguageModel]) -> None:
+    def __init__(self, bind: Callable[[Any], LanguageModel], *, log: CompilationLog) -> None:
         @jax.jit
         def pool(params: Any, hidden: jax.Array, weights: jax.Array) -> jax.Array:
             final = bind(params).final(hidden).astype(jnp.float32)
@@ -32,12 +34,7 @@ class Pooler:
             final = jnp.where(weights.any(0)[:, None], final, 0.0)
             return jnp.matmul(weights, final, precision=lax.Precision.HIGHEST)
 
-        self._pool = pool
-
-    @property
-    def num_compilations(self) -> int:
-        """Programs compiled since the start."""
-        return self._pool._cache_size()  # type: ignore
+        self._pool = Program("pooling", pool, log)
 
     def start(self, params: Any, hidden: jax.Array, plan: StepPlan) -> PooledVectors | None:
         """Starts what a plan asks for, if anything, without waiting for it.
@@ -59,7 +56,7 @@ class Pooler:
                 i += 1
             first = end
         chunks = [
-            self._pool(params, hidden, weights[at : at + CHUNK])
+            self._pool(params, hidden, weights[at : at + CHUNK], shapes=f"{len(hidden)} tokens")
             for at in range(0, len(weights), CHUNK)
         ]
         for chunk in chunks:

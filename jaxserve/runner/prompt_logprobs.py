@@ -13,8 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import StepPlan
 from jaxserve.messages import TokenLogprobs
+from jaxserve.runner.programs import CompilationLog, Program
 from jaxserve.runner.step import LanguageModel
 from jaxserve.sampling.logprobs import Logprobs, compute_logprobs, logprobs_size, to_message
 
@@ -28,9 +30,18 @@ class PromptScorer:
     Args:
       bind: makes the model from its parameters; called while tracing.
       vocab_size: V.
+      logprobs_mode: raw or processed is the same for tokens that were not sampled.
+      log: is told of compilations.
     """
 
-    def __init__(self, bind: Callable[[Any], LanguageModel], vocab_size: int) -> None:
+    def __init__(
+        self,
+        bind: Callable[[Any], LanguageModel],
+        vocab_size: int,
+        *,
+        logprobs_mode: LogprobsMode,
+        log: CompilationLog,
+    ) -> None:
         self._vocab_size = vocab_size
 
         @jax.jit
@@ -39,15 +50,11 @@ class PromptScorer:
 
         @functools.partial(jax.jit, static_argnames="k")
         def score(params: Any, hidden: jax.Array, targets: jax.Array, *, k: int) -> Logprobs:
-            return compute_logprobs(bind(params).logits(hidden), targets, k)
+            as_logits = logprobs_mode.endswith("logits")
+            return compute_logprobs(bind(params).logits(hidden), targets, k, as_logits=as_logits)
 
-        self._take = take
-        self._score = score
-
-    @property
-    def num_compilations(self) -> int:
-        """Programs compiled since the start."""
-        return self._take._cache_size() + self._score._cache_size()  # type: ignore
+        self._take = Program("gathering hidden states", take, log)
+        self._score = Program("log probabilities of prompts", score, log)
 
     def start(self, params: Any, hidden: jax.Array, plan: StepPlan) -> PromptScores | None:
         """Starts what a plan asks for, if anything, without waiting for it.
@@ -65,8 +72,10 @@ class PromptScorer:
         k = logprobs_size(most, self._vocab_size)
         chunks = []
         for start in range(0, len(rows), CHUNK):
-            taken = self._take(hidden, rows[start : start + CHUNK])
-            chunk = self._score(params, taken, targets[start : start + CHUNK], k=k)
+            end = start + CHUNK
+            taken = self._take(hidden, rows[start:end], shapes=f"{len(hidden)} tokens")
+            shapes = f"{k} most likely tokens"
+            chunk = self._score(params, taken, targets[start:end], k=k, shapes=shapes)
             chunks.append(chunk)
             for array in jax.tree.leaves(chunk):
                 array.copy_to_host_async()

@@ -1,8 +1,8 @@
-"""The two jitted functions of an engine: the step, and the sampler after it when one is needed.
+"""The jitted step of an engine.
 
-The step runs the model, whose programs are large, for any kind of sampling. What is particular to
-a sampling parameter is in the sampler, whose programs are small. Buffers are donated here and
-nowhere else.
+It runs the model, whose programs are large, for any kind of sampling, and takes the most likely
+tokens. What else a request may ask for is in the sampler (`sampling_steps`), whose programs are
+small.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import jax.numpy as jnp
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 from jaxserve.runner.batch import StepInputs
 from jaxserve.runner.packing import Packed
-from jaxserve.sampling.rows import SamplingFeatures
-from jaxserve.sampling.sampler import Sampled, sample
 from jaxserve.sampling.vocabulary import argmax
 
 
@@ -76,7 +74,6 @@ class Forward:
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 StepFn = Callable[[Any, StepState, Packed], tuple[StepState, Forward]]
-SampleFn = Callable[..., tuple[jax.Array, Sampled]]
 
 
 def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend) -> StepFn:
@@ -103,19 +100,3 @@ def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend)
         return StepState(kv, last_tokens), Forward(hidden, logits, best)
 
     return step
-
-
-def make_sample_step() -> SampleFn:
-    """The jitted sampler.
-
-    ``(logits f32[R, V], last_tokens i32[S], packed SamplingRows, features=SamplingFeatures) ->
-    (last_tokens, Sampled)``; the last tokens that are passed in are gone afterwards.
-    """
-
-    @functools.partial(jax.jit, static_argnames="features", donate_argnums=1)
-    def sample_step(
-        logits: jax.Array, last_tokens: jax.Array, packed: Packed, *, features: SamplingFeatures
-    ) -> tuple[jax.Array, Sampled]:
-        return sample(logits, last_tokens, packed.unpack(), features=features)
-
-    return sample_step

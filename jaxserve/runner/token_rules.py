@@ -33,6 +33,11 @@ class TokenRules:
         words = params.bad_words_token_ids
         self.bad_words = BadWords(words) if words else None
 
+    @property
+    def has_lists(self) -> bool:
+        """Whether there is more than a mask."""
+        return self.counts is not None or len(self.bias_ids) > 0 or self.bad_words is not None
+
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> TokenRules | None:
         """The rules of a request, or None if it has none, as nearly all."""

@@ -11,13 +11,16 @@ import numpy as np
 from jaxserve.messages import TokenLogprobs
 from jaxserve.sampling.vocabulary import top_k
 
-SIZES = (1, 5, 20)
-"""Numbers of most likely tokens that programs are compiled for."""
+FEWEST = 20
+"""Of the most likely tokens that a program returns."""
 
 
 def logprobs_size(k: int, vocab_size: int) -> int:
-    """How many most likely tokens a program returns that has to return k."""
-    return min(next(size for size in SIZES if size >= k), vocab_size)
+    """How many most likely tokens a program returns that has to return k; few different ones."""
+    size = FEWEST
+    while size < k:
+        size *= 4
+    return min(size, vocab_size)
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +41,14 @@ class Logprobs:
     top: jax.Array
 
 
-def compute_logprobs(logits: jax.Array, tokens: jax.Array, k: int) -> Logprobs:
-    """From the model's own logits f32[R, V], before any transform, and the tokens i32[R]."""
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
+def compute_logprobs(
+    logits: jax.Array, tokens: jax.Array, k: int, *, as_logits: bool = False
+) -> Logprobs:
+    """Of the tokens i32[R] and the k most likely ones, under the softmax of logits f32[R, V].
+
+    With ``as_logits`` the numbers are the logits themselves.
+    """
+    normaliser = jnp.zeros(len(logits)) if as_logits else jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[:, None], 1)
     best, ids = top_k(logits, k)
     return Logprobs(

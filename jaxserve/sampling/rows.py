@@ -14,7 +14,7 @@ SMALL_TOP_K = 64
 
 @dataclass(frozen=True, slots=True)
 class SamplingFeatures:
-    """What at least one row of a batch needs. Static: each value is a program of its own.
+    """Stages that are needed for at least one row. Static: each value is a program of its own.
 
     Attributes:
       random: draw tokens; otherwise every row takes the most likely one.
@@ -24,8 +24,6 @@ class SamplingFeatures:
       biased: `SamplingRows.biased` is set.
       blocked: `SamplingRows.blocked` is set.
       penalties: `SamplingRows.seen` is set.
-      num_logprobs: how many of the most likely tokens to return with their log probabilities
-        besides the sampled one, at least 1; None for no log probabilities.
     """
 
     random: bool = False
@@ -35,11 +33,6 @@ class SamplingFeatures:
     biased: bool = False
     blocked: bool = False
     penalties: bool = False
-    num_logprobs: int | None = None
-
-
-GREEDY = SamplingFeatures()
-"""Nothing but the most likely token: the step itself does that, without the sampler."""
 
 
 @jax.tree_util.register_dataclass

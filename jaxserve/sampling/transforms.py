@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.sampling.rows import SMALL_TOP_K, SamplingFeatures, SamplingRows
-from jaxserve.sampling.vocabulary import kth_largest, top_k
+from jaxserve.sampling.vocabulary import kth_largest, smallest_of_mass, top_k
 
 Transform = Callable[[jax.Array, SamplingRows, SamplingFeatures], jax.Array]
 """(logits f32[R, V], rows, features) -> logits f32[R, V]"""
@@ -93,6 +93,24 @@ def keep_top_k(logits: jax.Array, rows: SamplingRows, features: SamplingFeatures
         least = jnp.where(rows.top_k < logits.shape[1], least, -jnp.inf)
     else:
         return logits
+    return jnp.where(logits >= least[:, None], logits, -jnp.inf)
+
+
+def keep_top_p(logits: jax.Array, tokens: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Keeps the top_p set, for those who want to see it: `draw` does without.
+
+    A token that was drawn belongs to it, also if sums that are rounded otherwise would say no.
+
+    Args:
+      logits: f32[R, V].
+      tokens: i32[R], what was drawn.
+      rows: per-row parameters.
+    """
+    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    least = smallest_of_mass(logits, weights, rows.top_p * weights.sum(-1))
+    drawn = jnp.take_along_axis(logits, tokens[:, None], 1)[:, 0]
+    is_off = (rows.top_p >= 1) | (rows.temperature == 0)
+    least = jnp.where(is_off, -jnp.inf, jnp.minimum(least, drawn))
     return jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
 

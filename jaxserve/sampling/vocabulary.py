@@ -7,6 +7,8 @@ lowest id, everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -49,19 +51,35 @@ def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def kth_largest(values: jax.Array, k: jax.Array) -> jax.Array:
-    """f32[R]: the k-th largest of f32[R, V] in each row, k i32[R] in [1, V].
+    """f32[R]: the k-th largest of f32[R, V] in each row, k i32[R] in [1, V]. -0 counts as 0."""
+    return _largest_with(values, lambda is_above: is_above.sum(-1) >= k)
 
-    Bisection over the bits of the floats: exact, at most 32 passes over the values. -0 counts as 0.
+
+def smallest_of_mass(values: jax.Array, weights: jax.Array, mass: jax.Array) -> jax.Array:
+    """f32[R]: the last of the values, in descending order, that it takes to reach a mass.
+
+    Args:
+      values: f32[R, V].
+      weights: f32[R, V], at least 0.
+      mass: f32[R], of weights.
+    """
+    return _largest_with(values, lambda is_above: jnp.where(is_above, weights, 0).sum(-1) >= mass)
+
+
+def _largest_with(values: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest value of each row such that those not smaller than it, bool[R, V], are enough;
+    the smallest one if there is none.
+
+    Bisection over the bits of the floats: exact, at most 32 passes over the values.
     """
     ordered = _to_ordered(jnp.where(values == 0, 0.0, values))
     # The midpoint is taken without the sum, which would overflow.
-    low = jnp.full(k.shape, jnp.iinfo(jnp.int32).min)
-    high = ordered.max(-1)
+    low, high = ordered.min(-1), ordered.max(-1)
 
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
-        enough = (ordered >= middle[:, None]).sum(-1) >= k
+        enough = is_enough(ordered >= middle[:, None])
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
     low, _ = lax.while_loop(lambda bounds: jnp.any(bounds[0] < bounds[1]), halve, (low, high))

@@ -76,6 +76,7 @@ def build_around(
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         hidden_size=POOLED_WIDTH,
+        max_logprobs=config.logprobs.limit(vocab_size),
         block_size=block_size,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,

@@ -30,7 +30,7 @@ def builder() -> BatchBuilder:
 def test_a_mixed_step_field_by_field():
     batch = builder()
     first = StepPlan(0, (part(4, 0, [7] * 5, blocks=[9, 3]), part(1, 0, [8] * 4, blocks=[5])))
-    batch.build(first, Bucket(16, 4, 8), keep_tokens=True)
+    batch.build(first, Bucket(16, 4, 8))
     second = StepPlan(
         1,
         (
@@ -39,7 +39,7 @@ def test_a_mixed_step_field_by_field():
             part(0, 2, [21, 22, 23], blocks=[2, 12], samples=False),
         ),
     )
-    inputs = batch.build(second, Bucket(8, 4, 2), keep_tokens=True)
+    inputs = batch.build(second, Bucket(8, 4, 2))
     assert inputs.tokens.tolist() == [0, 11, 21, 22, 23, 0, 0, 0]
     assert inputs.sources.tolist() == [4, -1, -1, -1, -1, -1, -1, -1]
     assert inputs.last.tolist() == [0, 1, 4, 0]
@@ -55,15 +55,14 @@ def test_a_mixed_step_field_by_field():
     assert {leaf.dtype for leaf in (inputs.tokens, inputs.last, meta.slots)} == {np.dtype("int32")}
 
 
-def test_nothing_is_kept_when_the_sampler_chooses():
-    inputs = builder().build(
-        StepPlan(0, (part(1, 0, [1], blocks=[5]),)), Bucket(2, 2, 8), keep_tokens=False
-    )
-    assert inputs.targets.tolist() == [NUM_ROWS, NUM_ROWS]
+def test_what_the_sampler_chooses_is_not_kept():
+    plan = StepPlan(0, (part(1, 0, [1], blocks=[5]), part(3, 0, [1], blocks=[6])))
+    inputs = builder().build(plan, Bucket(2, 2, 8), chosen={0})
+    assert inputs.targets.tolist() == [NUM_ROWS, 3]
 
 
 def test_an_empty_plan_touches_nothing():
-    inputs = builder().build(StepPlan(0, ()), Bucket(2, 2, 8), keep_tokens=True)
+    inputs = builder().build(StepPlan(0, ()), Bucket(2, 2, 8))
     assert inputs.meta.decode_only
     assert inputs.meta.slots.tolist() == [NUM_SLOTS] * 2
     assert inputs.meta.seq_lens.tolist() == [0, 0]
@@ -74,7 +73,7 @@ def test_an_empty_plan_touches_nothing():
 def test_what_was_built_does_not_change_with_later_steps():
     batch = builder()
     plan = StepPlan(0, (part(0, 0, [1, 2, 3, 4], blocks=[5]),))
-    before = batch.build(plan, Bucket(8, 2, 8), keep_tokens=True)
+    before = batch.build(plan, Bucket(8, 2, 8))
     copy = dataclasses.replace(before.meta, block_tables=before.meta.block_tables.copy())
-    batch.build(StepPlan(1, (part(0, 0, [9], blocks=[17]),)), Bucket(2, 2, 8), keep_tokens=True)
+    batch.build(StepPlan(1, (part(0, 0, [9], blocks=[17]),)), Bucket(2, 2, 8))
     np.testing.assert_array_equal(before.meta.block_tables, copy.block_tables)

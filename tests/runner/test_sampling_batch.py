@@ -1,9 +1,10 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan
-from jaxserve.runner.sampling_batch import SamplingBatchBuilder
-from jaxserve.sampling.rows import GREEDY, SamplingFeatures
+from jaxserve.runner.sampling_batch import SamplingBatchBuilder, SamplingNeeds
 from jaxserve.sampling_params import SamplingParams
 
 V, S = 100, 6
@@ -25,47 +26,54 @@ def built(*parts, num_rows=4, builder=None):
         if each.is_new:
             builder.admit(each)
     plan = StepPlan(0, parts)
-    features = builder.features(plan.sampling)
-    return features, builder.build(plan, num_rows, features)
+    needs = builder.needs(plan)
+    return needs, builder.build(plan, needs, num_rows)
+
+
+PLAIN = SamplingNeeds(num_logprobs=20)
+CHOSEN = dataclasses.replace(PLAIN, chosen=(0,))
 
 
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        ({}, GREEDY),
-        ({"top_p": 0.5, "top_k": 3, "min_p": 0.1}, GREEDY),
-        ({"temperature": 1}, SamplingFeatures(random=True)),
-        ({"temperature": 1, "top_k": V}, SamplingFeatures(random=True)),
-        ({"temperature": 1, "top_k": -1}, SamplingFeatures(random=True)),
-        ({"temperature": 1, "top_k": 64}, SamplingFeatures(random=True, filters=True)),
-        ({"temperature": 1, "top_p": 0.9}, SamplingFeatures(random=True, filters=True)),
-        ({"temperature": 1, "min_p": 0.1}, SamplingFeatures(random=True, filters=True)),
+        ({}, PLAIN),
+        ({"top_p": 0.5, "top_k": 3, "min_p": 0.1}, PLAIN),
+        ({"temperature": 1}, CHOSEN),
+        ({"temperature": 1, "top_k": V}, CHOSEN),
+        ({"temperature": 1, "top_k": -1}, CHOSEN),
+        ({"temperature": 1, "top_k": 64}, dataclasses.replace(CHOSEN, filters=True)),
+        ({"temperature": 1, "top_p": 0.9}, dataclasses.replace(CHOSEN, filters=True)),
+        ({"temperature": 1, "min_p": 0.1}, dataclasses.replace(CHOSEN, filters=True)),
         (
             {"temperature": 1, "top_k": 65},
-            SamplingFeatures(random=True, filters=True, large_top_k=True),
+            dataclasses.replace(CHOSEN, filters=True, large_top_k=True),
         ),
-        ({"presence_penalty": 1}, SamplingFeatures(penalties=True)),
-        ({"logprobs": 0}, SamplingFeatures(num_logprobs=1)),
-        ({"logprobs": 4}, SamplingFeatures(num_logprobs=5)),
-        ({"logprobs": 20}, SamplingFeatures(num_logprobs=20)),
-        ({"min_tokens": 1}, GREEDY),
-        ({"min_tokens": 1, "eos": 5}, SamplingFeatures(blocked=True)),
-        ({"min_tokens": 0, "eos": 5}, GREEDY),
-        ({"logit_bias": {}}, GREEDY),
-        ({"logit_bias": {3: 1.0}}, SamplingFeatures(biased=True)),
-        ({"allowed_token_ids": (3,)}, SamplingFeatures(masked=True)),
-        ({"bad_words_token_ids": ((3, 4),)}, SamplingFeatures(blocked=True)),
+        ({"presence_penalty": 1}, dataclasses.replace(CHOSEN, is_edited=True)),
+        ({"logprobs": 0}, dataclasses.replace(PLAIN, scored=(0,))),
+        ({"logprobs": 20}, dataclasses.replace(PLAIN, scored=(0,))),
+        ({"logprobs": 21}, dataclasses.replace(PLAIN, scored=(0,), num_logprobs=80)),
+        ({"min_tokens": 1}, PLAIN),
+        ({"min_tokens": 1, "eos": 5}, dataclasses.replace(CHOSEN, is_edited=True)),
+        ({"min_tokens": 0, "eos": 5}, PLAIN),
+        ({"logit_bias": {}}, PLAIN),
+        ({"logit_bias": {3: 1.0}}, dataclasses.replace(CHOSEN, is_edited=True)),
+        ({"allowed_token_ids": (3,)}, dataclasses.replace(CHOSEN, is_masked=True)),
+        ({"bad_words_token_ids": ((3, 4),)}, dataclasses.replace(CHOSEN, is_edited=True)),
     ],
 )
-def test_features_are_what_the_requests_need(params, expected):
-    features, _ = built(part(**params))
-    assert features == expected
+def test_needs_are_what_the_requests_ask_for(params, expected):
+    needs, _ = built(part(**params))
+    assert needs == expected
 
 
-def test_requests_that_do_not_sample_need_nothing():
-    features, rows = built(part(samples=False, temperature=1), part(2))
-    assert features == GREEDY
-    assert rows.targets.tolist() == [S, 2, S, S]
+def test_only_requests_that_sample_and_ask_are_chosen():
+    needs, rows = built(
+        part(samples=False, temperature=1, logprobs=3), part(2), part(4, temperature=1),
+        part(1, logprobs=3), part(3, logit_bias={2: 1.0}, logprobs=1),
+    )  # fmt: skip
+    assert needs == SamplingNeeds((2, 4), (3, 4), num_logprobs=20, is_edited=True)
+    assert rows.targets.tolist() == [4, 3, S, S]
 
 
 def test_rows_field_by_field():
@@ -104,14 +112,14 @@ def test_blocked_ids_until_min_tokens():
 def test_biases_are_limited_and_forgotten_with_the_row():
     builder = SamplingBatchBuilder(num_rows=S, vocab_size=V)
     _, rows = built(
-        part(2), part(4, logit_bias={7: 0.5, 99: 1e30, 0: -101.0}), builder=builder
+        part(2, temperature=1), part(4, logit_bias={7: 0.5, 99: 1e30, 0: -101.0}), builder=builder
     )  # fmt: skip
     found = zip(
         *(f.tolist() for f in (rows.biased.rows, rows.biased.ids, rows.biased.values)), strict=True
     )
     assert sorted(e for e in found if e[0] < 4) == [(1, 0, -100.0), (1, 7, 0.5), (1, 99, 100.0)]
-    features, rows = built(part(4), builder=builder)
-    assert features == GREEDY
+    needs, rows = built(part(4), builder=builder)
+    assert needs == PLAIN
     assert rows.biased is None
 
 
@@ -121,7 +129,7 @@ def allowed(rows, i: int) -> list[int]:
 
 def test_masks_hold_the_allowed_tokens_and_other_rows_allow_all():
     ids = (0, 31, 32, 63, 99)
-    _, rows = built(part(3), part(1, allowed_token_ids=ids))
+    _, rows = built(part(3, temperature=1), part(1, allowed_token_ids=ids))
     assert rows.mask.shape == (4, 4)
     assert allowed(rows, 1) == list(ids)
     assert allowed(rows, 0) == allowed(rows, 3) == list(range(V))
@@ -145,7 +153,7 @@ WORDS = ((9,), (1, 2), (3, 1, 4), (5, 3, 1, 6))
 )
 def test_bad_words_block_their_last_token(known, num_prompt, unknown, expected):
     _, rows = built(
-        part(0),
+        part(0, temperature=1),
         part(5, known=known, num_prompt=num_prompt, unknown=unknown, bad_words_token_ids=WORDS),
     )
     fields = (rows.blocked.rows, rows.blocked.ids, rows.blocked.sources, rows.blocked.after)
@@ -162,9 +170,10 @@ def test_seen_tokens_grow_with_the_request_and_are_forgotten_with_the_row():
 
     grown = [7, 7, 8, *range(100), 8]
     later = part(3, known=grown, num_prompt=2, unknown=1, presence_penalty=1)
-    plan = StepPlan(1, (part(0), later))
+    plan = StepPlan(1, (part(0), part(1, temperature=1), later))
     builder.admit(part(0))
-    rows = builder.build(plan, 4, builder.features(plan.sampling))
+    builder.admit(part(1, temperature=1))
+    rows = builder.build(plan, builder.needs(plan), 4)
     counts = {token: grown[2:].count(token) for token in grown}
     assert entries(rows.seen, 4) == sorted((1, token, n) for token, n in counts.items())
     assert rows.seen.pending.tolist() == [-1, 3, -1, -1]
@@ -176,10 +185,11 @@ def test_seen_tokens_grow_with_the_request_and_are_forgotten_with_the_row():
 def test_lists_have_few_sizes():
     sizes = set()
     for num_parts in range(1, 5):
-        parts = [part(row, known=range(90), presence_penalty=1) for row in range(num_parts)]
+        parts = [part(row, known=range(400), presence_penalty=1) for row in range(num_parts)]
         _, rows = built(*parts)
+        assert len(rows.seen.ids) == len(rows.biased.ids) == len(rows.blocked.ids)
         sizes.add(len(rows.seen.ids))
-    assert sizes == {256, 1024}
+    assert sizes == {1024, 4096}
 
 
 @pytest.mark.parametrize(

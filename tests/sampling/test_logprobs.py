@@ -1,12 +1,8 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.sampling.logprobs import compute_logprobs, to_message
-from jaxserve.sampling.rows import SamplingFeatures
-from jaxserve.sampling.sampler import sample
+from jaxserve.sampling.logprobs import compute_logprobs, logprobs_size, to_message
 
 
 def reference(logits: np.ndarray) -> np.ndarray:
@@ -38,18 +34,19 @@ def test_no_top_tokens_leaves_the_sampled_one():
     np.testing.assert_allclose(message.logprobs, [-np.log(10)], rtol=1e-6)
 
 
-def test_they_are_those_of_the_model_not_of_the_changed_logits(make_rows):
-    logits = np.random.default_rng(1).normal(size=(3, 200)).astype(np.float32)
-    rows = make_rows(3, 200, temperature=0.3, top_k=2)
-    features = SamplingFeatures(random=True, filters=True, num_logprobs=20)
-    jitted = jax.jit(sample, static_argnames="features")
-    _, sampled = jitted(jnp.asarray(logits), jnp.zeros(3, jnp.int32), rows, features=features)
-    expected = reference(logits)
-    tokens = np.asarray(sampled.tokens)
-    np.testing.assert_allclose(
-        sampled.logprobs.sampled, expected[np.arange(3), tokens], rtol=1e-5, atol=1e-5
-    )
-    greedy = dataclasses.replace(features, random=False)
-    jitted = jax.jit(sample, static_argnames="features")
-    _, sampled = jitted(jnp.asarray(logits), jnp.zeros(3, jnp.int32), rows, features=greedy)
-    np.testing.assert_array_equal(sampled.logprobs.top_ids[:, 0], sampled.tokens)
+def test_logits_in_place_of_log_probabilities():
+    logits = np.random.default_rng(1).normal(size=(2, 400)).astype(np.float32)
+    logits[:, ::3] = -np.inf
+    found = compute_logprobs(jnp.asarray(logits), jnp.array([3, 5]), 2, as_logits=True)
+    message = to_message(jax.tree.map(np.asarray, found), 0, 3, 2)
+    best = np.argsort(-logits[0])[:2].tolist()
+    assert message.token_ids == [3, *best]
+    assert message.logprobs == [-np.inf, *logits[0, best].tolist()]
+    assert message.rank == 1 + np.isfinite(logits[0]).sum()
+
+
+def test_few_sizes_hold_every_number_of_tokens():
+    sizes = {k: logprobs_size(k, 1000) for k in range(1001)}
+    assert all(size >= k for k, size in sizes.items())
+    assert sorted(set(sizes.values())) == [20, 80, 320, 1000]
+    assert logprobs_size(5, 7) == 7

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.sampling.vocabulary import argmax, kth_largest, top_k
+from jaxserve.sampling.vocabulary import argmax, kth_largest, smallest_of_mass, top_k
 
 WIDTHS = (7, 128, 1000, 128 * 70, 128 * 70 + 1)
 
@@ -52,3 +52,17 @@ def test_nan_gives_an_index_in_range():
     values = jnp.full((2, 1000), jnp.nan)
     assert np.all(np.asarray(argmax(values)) < 1000)
     kth_largest(values, jnp.array([1, 500]))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_smallest_of_mass_against_a_sum_in_descending_order(width):
+    values = values_with_ties(width, seed=width + 2, rows=6)
+    weights = np.random.default_rng(width).integers(0, 5, values.shape).astype(np.float32)
+    part = np.array([0.1, 0.3, 0.5, 0.9, 1.0, 2.0])
+    mass = np.ceil(part * weights.sum(-1)).astype(np.float32)
+    found = np.asarray(jax.jit(smallest_of_mass)(values, weights, mass))
+    for row, least in enumerate(found):
+        enough = [
+            v for v in np.unique(values[row]) if weights[row, values[row] >= v].sum() >= mass[row]
+        ]
+        assert least == max(enough, default=values[row].min())

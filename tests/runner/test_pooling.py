@@ -1,0 +1,42 @@
+"""Vectors of prompts: how many programs they take, and the longest prompt that there can be."""
+
+import numpy as np
+import pytest
+
+from jaxserve.sampling_params import SamplingParams
+
+VOCAB, CONTEXT, TOKENS_IN_A_STEP = 300, 96, 32
+
+
+def pooled(pooling="last"):
+    return SamplingParams(temperature=0, seed=0, pooling=pooling)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prompt_may_fill_the_context(tiny_model, generate, depth):
+    prompt = np.random.default_rng(5).integers(0, VOCAB, CONTEXT).tolist()
+    requests = {kind: (prompt, pooled(kind)) for kind in ("last", "mean")}
+    outputs = generate(requests, depth=depth)
+    final = np.asarray(tiny_model.final(tiny_model.hidden(prompt)))
+    for kind, expected in (("last", final[-1]), ("mean", final.mean(0))):
+        (output,) = outputs[kind]
+        np.testing.assert_allclose(output.embedding, expected, atol=1e-5)
+
+
+def test_programs_depend_on_the_tokens_of_a_step_and_not_on_the_requests(runner, generate):
+    rng = np.random.default_rng(6)
+
+    def prompt(num_tokens):
+        return rng.integers(0, VOCAB, num_tokens).tolist()
+
+    for num_tokens in range(1, TOKENS_IN_A_STEP + 1):
+        generate({"a": (prompt(num_tokens), pooled())})
+    before = runner.num_compilations
+    for count in (1, 2, 4, 7):
+        requests = {
+            str(i): (prompt(rng.integers(1, 60)), pooled(("last", "mean")[i % 2]))
+            for i in range(count)
+        }
+        generate(requests)
+        generate(requests, depth=2, max_num_batched_tokens=8)
+    assert runner.num_compilations == before

@@ -9,6 +9,7 @@ import msgspec
 
 from jaxserve.frontend import Frontend
 from jaxserve.openai.constraints import constrained
+from jaxserve.openai.frames import framed
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.openai.messages import MessageBuilder, MessageForm
@@ -26,7 +27,6 @@ from jaxserve.openai.protocol import (
 )
 from jaxserve.openai.tools import ToolUse, call_id_maker, make_parser, read_tools
 from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.streams import Delta
 
 
@@ -45,6 +45,7 @@ async def prepare(frontend: Frontend, request: ChatRequest, *, request_id: str =
     if use.definitions or thinks_aloud:  # the marks of some formats are special tokens
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     text = await render_prompt(frontend, _with_effort(request), tools=use.definitions)
+    params = framed(frontend, params, use, text)
     # The template writes the special tokens itself.
     prompts = await encode_prompts(
         frontend,
@@ -54,7 +55,7 @@ async def prepare(frontend: Frontend, request: ChatRequest, *, request_id: str =
         param="messages",
     )
     form = MessageForm(
-        _parsers(frontend, params, use, text),
+        _parsers(frontend, params.n, use, text),
         call_id_maker(frontend),
         parallel=use.parallel,
         with_reasoning=request.include_reasoning is not False,
@@ -89,12 +90,8 @@ def _with_effort(request: ChatRequest) -> ChatRequest:
     return msgspec.structs.replace(request, chat_template_kwargs=extra)
 
 
-def _parsers(
-    frontend: Frontend, params: SamplingParams, use: ToolUse, prompt: str
-) -> tuple[MessageParser, ...]:
-    if params.grammar is not None and not use.is_enforced:
-        return ()  # all of the text is what the grammar says
-    parsers = (make_parser(frontend, use, prompt) for _ in range(params.n))
+def _parsers(frontend: Frontend, n: int, use: ToolUse, prompt: str) -> tuple[MessageParser, ...]:
+    parsers = (make_parser(frontend, use, prompt) for _ in range(n))
     return tuple(parser for parser in parsers if parser is not None)
 
 

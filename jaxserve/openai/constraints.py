@@ -45,30 +45,30 @@ async def constrained(
         raise InvalidRequestError(
             f"at most one of {', '.join(found)} can be given", param=next(iter(found))
         )
-    if use is not None and use.choice != "none":
+    if use is not None and use.is_enforced:
+        # An answer that is calls has no text for a format to be of.
+        found.pop("response_format", None)
         if found:
             field = next(iter(found))
             raise InvalidRequestError(
-                f"{field} cannot be combined with tools that may be called; send tool_choice "
-                "'none'",
+                f"{field} cannot be combined with a call that must be made; send tool_choice "
+                "'auto' or 'none'",
                 param=field,
             )
-        if use.is_enforced:
-            found = {"tools": tools_grammar(use)}
+        found = {"tools": tools_grammar(use)}
+    elif use is not None and use.choice == "auto" and found:
+        await _check(frontend, tools_grammar(use), "tools")
     for field, grammar in found.items():
-        params = await _with_grammar(frontend, params, grammar, field)
+        params = msgspec.structs.replace(params, grammar=grammar)
+        await _check(frontend, grammar, field)
     return params
 
 
-async def _with_grammar(
-    frontend: Frontend, params: SamplingParams, grammar: Grammar, field: str
-) -> SamplingParams:
-    params = msgspec.structs.replace(params, grammar=grammar)
+async def _check(frontend: Frontend, grammar: Grammar, field: str) -> None:
     try:
         await frontend.grammars.check(grammar)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{field}: {error.message}", param=field) from error
-    return params
 
 
 def read_grammars(request: GenerationRequest) -> dict[str, Grammar]:

@@ -22,7 +22,7 @@ from jaxserve.parsing.scanner import NAME
 MAX_TOOLS = 512
 MAX_NAME_CHARS = 256
 
-_PROMPT_TAIL = 200
+PROMPT_TAIL = 200
 """Characters at the end of a prompt in which it may have opened or closed a think block."""
 
 _CHOICES = "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}"
@@ -60,7 +60,7 @@ class ToolUse:
 
     @property
     def is_enforced(self) -> bool:
-        """Whether the answer is nothing but calls, in plain JSON."""
+        """Whether the answer is nothing but calls, in plain JSON, but for a think block."""
         return self.choice in ("required", "named")
 
 
@@ -88,13 +88,13 @@ def read_tools(request: ChatRequest, frontend: Frontend) -> ToolUse:
 
 def make_parser(frontend: Frontend, use: ToolUse, prompt: str) -> MessageParser | None:
     """The parser of one answer to a rendered prompt; None if all of the answer is content."""
-    if use.is_enforced:
-        read = json_array_calls if use.name is None else named_call(use.name)
-        return MessageParser(None, Parser(read, tools=use.parameters))
     reasoning = calls = None
     if frontend.reasoning_parser is not None:
-        reasoning = reasoning_parser(frontend.reasoning_parser, prompt=prompt[-_PROMPT_TAIL:])
-    if use.choice == "auto":
+        reasoning = reasoning_parser(frontend.reasoning_parser, prompt=prompt[-PROMPT_TAIL:])
+    if use.is_enforced:
+        read = json_array_calls if use.name is None else named_call(use.name)
+        calls = Parser(read, tools=use.parameters)
+    elif use.choice == "auto":
         assert frontend.tool_call_parser is not None
         calls = tool_parser(frontend.tool_call_parser, use.parameters)
     if reasoning is None and calls is None:

@@ -33,4 +33,7 @@ is written; where it needs text that has not arrived, it waits by itself (``yiel
 
 Nothing else is needed: a function that returns, or gives up on a call and searches on, loses no
 text. Never go back in the text; that keeps the time linear.
+
+A format can also have rules, in `registry.CALL_RULES`: with them a model is held to calls in that
+form where an answer is either calls or a text with a grammar.
 '''

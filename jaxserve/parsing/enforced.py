@@ -34,6 +34,18 @@ def call_schema(
     assert tools
     if name is not None:
         return _object_schema(tools[name])
+    call = any_call_schema(tools, arguments="parameters")
+    shared = {"$defs": call.pop("$defs")} if "$defs" in call else {}
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, "items": call, **most, **shared}
+
+
+def any_call_schema(tools: Mapping[str, Mapping[str, Any]], *, arguments: str) -> dict[str, Any]:
+    """The JSON schema of one call of any tool, ``{"name": ..., arguments: {...}}``.
+
+    Raises:
+      InvalidRequestError: a schema with references is nested too deeply.
+    """
     shared: dict[str, Any] = {}
     calls = []
     for tool, parameters in tools.items():
@@ -46,15 +58,12 @@ def call_schema(
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"type": "string", "enum": [tool]}, "parameters": schema},
-                "required": ["name", "parameters"],
+                "properties": {"name": {"type": "string", "enum": [tool]}, arguments: schema},
+                "required": ["name", arguments],
                 "additionalProperties": False,
             }
         )
-    answer: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if not parallel:
-        answer["maxItems"] = 1
-    return {**answer, "$defs": shared} if shared else answer
+    return {"anyOf": calls, "$defs": shared} if shared else {"anyOf": calls}
 
 
 def json_array_calls(scan: Scanner) -> Steps[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from jaxserve.parsing.call_rules import RuleWriter
 from jaxserve.parsing.json_call import json_calls
 from jaxserve.parsing.scanner import Scanner, Steps
 
@@ -28,3 +29,10 @@ def hermes(scan: Scanner) -> Steps[None]:
             if tag == _CLOSE:
                 scan.drop()
             scan.in_call = scan.in_call and not tag
+
+
+def hermes_rules(rules: RuleWriter) -> str:
+    """For `registry.CALL_RULES`."""
+    first, last = rules.mark(_OPEN), rules.mark(_CLOSE)
+    call = f'{first} "\\n"? {rules.json_call("arguments")} "\\n"? {last}'
+    return rules.calls(call, between='"\\n"?')

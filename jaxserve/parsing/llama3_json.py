@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from jaxserve.parsing.call_rules import RuleWriter
 from jaxserve.parsing.json_call import json_call
 from jaxserve.parsing.scanner import Scanner, Steps
 
@@ -27,3 +28,9 @@ def llama3_json(scan: Scanner) -> Steps[None]:
         if not (yield from scan.find(_TAG)):
             return
         yield from scan.skip()
+
+
+def llama3_json_rules(rules: RuleWriter) -> str:
+    """For `registry.CALL_RULES`."""
+    before = f"{rules.mark(_TAG)}?"
+    return rules.calls(rules.json_call("parameters"), before=before, between='"; "')

@@ -8,6 +8,7 @@ In the second one, [CALL_ID] and an id may follow the name, and [ARGS] may be le
 
 from __future__ import annotations
 
+from jaxserve.parsing.call_rules import RuleWriter
 from jaxserve.parsing.json_call import json_calls, stream_object
 from jaxserve.parsing.scanner import NAME, Scanner, Steps
 
@@ -36,3 +37,9 @@ def _named(scan: Scanner) -> Steps[None]:
     if (yield from scan.seek()) == "{":
         scan.start_call(name)
         yield from stream_object(scan)
+
+
+def mistral_rules(rules: RuleWriter) -> str:
+    """For `registry.CALL_RULES`: the first form, which every model of the family has seen."""
+    before = f'{rules.mark(_CALLS)} "["'
+    return rules.calls(rules.json_call("arguments"), before=before, between='", "', after='"]"')

@@ -16,9 +16,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
+from jaxserve.parsing.call_rules import RuleWriter, quoted
 from jaxserve.parsing.scanner import NAME, Scanner, Steps
-from jaxserve.parsing.typed_text import typed_json
+from jaxserve.parsing.typed_text import property_types, typed_json
+from jaxserve.structured import json_term
 
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
@@ -75,3 +79,41 @@ def _function(scan: Scanner) -> Steps[str]:
         scan.drop()
         if tag == _END_PARAMETER:
             tag = ""
+
+
+def qwen3_coder_rules(rules: RuleWriter) -> str:
+    """For `registry.CALL_RULES`. Of texts the schema is not looked at beyond their choices."""
+    first, last = rules.mark(_CALL), rules.mark(_END_CALL)
+    functions = " | ".join(f"function_{i}" for i in range(len(rules.tools)))
+    written = rules.calls(f'{first} "\\n"? ({functions}) "\\n"? {last}', between='"\\n"?')
+    for i, (name, parameters) in enumerate(rules.tools.items()):
+        opening, values = quoted(f"{_FUNCTION}{name}>\n"), " ".join(_values(parameters))
+        written += f"function_{i}: {opening} {values} {quoted(_END_FUNCTION)}\n"
+    end = quoted(f"\n{_END_PARAMETER}\n")
+    return written + f"text[suffix={end}]: /(.|\\n)*/\n"
+
+
+def _values(parameters: Mapping[str, Any]) -> list[str]:
+    """What may stand for each property of a schema, in their order."""
+    properties, required = parameters.get("properties"), parameters.get("required")
+    if not isinstance(properties, Mapping):
+        return []
+    terms = []
+    for key, schema in properties.items():
+        if _KEY.fullmatch(key):
+            before = quoted(f"{_PARAMETER}{key}>\n")
+            optional = "" if isinstance(required, list) and key in required else "?"
+            terms.append(f"({before} {_value(parameters, key, schema)}){optional}")
+    return terms
+
+
+def _value(parameters: Mapping[str, Any], key: str, schema: Any) -> str:
+    """A value and the end of it."""
+    if property_types(parameters, key) != {"string"}:
+        definitions = {k: v for k, v in parameters.items() if k in ("$defs", "definitions")}
+        term = json_term({**schema, **definitions} if isinstance(schema, Mapping) else {})
+    elif isinstance(schema.get("enum"), list):
+        term = "(" + " | ".join(quoted(choice) for choice in schema["enum"]) + ")"
+    else:
+        return "text"
+    return f"{term} {quoted(chr(10) + _END_PARAMETER + chr(10))}"

@@ -6,6 +6,7 @@ in is reasoning to the end. Tags anywhere else are ordinary text.
 
 from __future__ import annotations
 
+from jaxserve.parsing.call_rules import Terminal
 from jaxserve.parsing.scanner import Scanner, Steps
 
 _OPEN, _CLOSE = "<think>", "</think>"
@@ -37,3 +38,26 @@ def _read(scan: Scanner, is_open: bool) -> Steps[None]:
         scan.drop()
         scan.is_reasoning = False
     yield from scan.rest()
+
+
+def qwen3_rules(mark: Terminal, prompt: str) -> str:
+    """For `registry.THINK_RULES`."""
+    prompt = prompt.rstrip()
+    if prompt.endswith(_CLOSE):
+        return ""
+    return _rules(mark, "{}" if prompt.endswith(_OPEN) else f"({mark(_OPEN)} {{}})?")
+
+
+def deepseek_r1_rules(mark: Terminal, prompt: str) -> str:
+    """For `registry.THINK_RULES`."""
+    return "" if prompt.rstrip().endswith(_CLOSE) else _rules(mark, f"{mark(_OPEN)}? {{}}")
+
+
+def _rules(mark: Terminal, think: str) -> str:
+    """The rule ``think``, in which {} is a block after its opening mark."""
+    end = mark(_CLOSE)
+    if end.startswith("<"):  # a special token, which is in no text
+        block, thought = f"thought {end}", "thought"
+    else:
+        block, thought = "thought", f"thought[suffix={end}]"
+    return f"think: {think.format(block + ' GAP')}\n{thought}: /(.|\\n)*/\nGAP: /\\s{{0,8}}/\n"

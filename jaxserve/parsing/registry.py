@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import ConfigError
+from jaxserve.parsing.call_rules import RuleWriter, Terminal
 from jaxserve.parsing.parser import Parser
 
 # Name of a format -> "module:function", imported when it is needed.
@@ -18,9 +19,20 @@ TOOL_PARSERS: dict[str, str] = {
     "pythonic": "jaxserve.parsing.pythonic:pythonic",
     "qwen3_coder": "jaxserve.parsing.qwen3_coder:qwen3_coder",
 }
+# The same for the rules that hold a model to a format, where it has any: see `answer_frame`.
+CALL_RULES: dict[str, str] = {
+    "hermes": "jaxserve.parsing.hermes:hermes_rules",
+    "llama3_json": "jaxserve.parsing.llama3_json:llama3_json_rules",
+    "mistral": "jaxserve.parsing.mistral:mistral_rules",
+    "qwen3_coder": "jaxserve.parsing.qwen3_coder:qwen3_coder_rules",
+}
 REASONING_PARSERS: dict[str, str] = {
     "deepseek_r1": "jaxserve.parsing.reasoning:deepseek_r1",
     "qwen3": "jaxserve.parsing.reasoning:qwen3",
+}
+THINK_RULES: dict[str, str] = {
+    "deepseek_r1": "jaxserve.parsing.reasoning:deepseek_r1_rules",
+    "qwen3": "jaxserve.parsing.reasoning:qwen3_rules",
 }
 
 
@@ -50,6 +62,22 @@ def reasoning_parser(name: str, *, prompt: str = "") -> Parser:
     """
     read = _lookup(REASONING_PARSERS, name, "reasoning parser")
     return Parser(functools.partial(read, prompt=prompt))
+
+
+def call_rules(name: str, rules: RuleWriter) -> str | None:
+    """The rule ``calls`` of a format, for `answer_frame`; None if it cannot be held to.
+
+    Raises:
+      InvalidRequestError: a schema with references is nested too deeply.
+    """
+    return _lookup(CALL_RULES, name, "tool call parser")(rules) if name in CALL_RULES else None
+
+
+def think_rules(name: str, mark: Terminal, *, prompt: str) -> str:
+    """The rule ``think`` of a format, for `answer_frame`; empty if the prompt leaves no room for a
+    block. Arguments as for `reasoning_parser`.
+    """
+    return _lookup(THINK_RULES, name, "reasoning parser")(mark, prompt)
 
 
 def detect_tool_parser(chat_template: str) -> str | None:

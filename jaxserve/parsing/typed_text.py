@@ -29,7 +29,7 @@ def typed_json(text: str, parameters: Mapping[str, Any], key: str) -> str:
       parameters: the JSON schema of an object.
       key: the property that the value belongs to.
     """
-    types = _property_types(parameters, key)
+    types = property_types(parameters, key)
     if types != {"string"}:
         value = text.strip()
         spelled = value if is_json(value) else read_whole(value, python_literal)
@@ -38,18 +38,19 @@ def typed_json(text: str, parameters: Mapping[str, Any], key: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def property_types(parameters: Mapping[str, Any], key: str) -> set[str]:
+    """The types that the JSON schema of an object allows for a property; empty: any."""
+    properties = parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    return _types(schema, parameters, _MAX_DEPTH)
+
+
 def _kinds(spelled: str) -> set[str]:
     """The types that a JSON text has."""
     kind = _KINDS.get(spelled[0])
     if kind is not None:
         return {kind}
     return {"number"} if any(char in spelled for char in ".eE") else {"integer", "number"}
-
-
-def _property_types(parameters: Mapping[str, Any], key: str) -> set[str]:
-    properties = parameters.get("properties")
-    schema = properties.get(key) if isinstance(properties, Mapping) else None
-    return _types(schema, parameters, _MAX_DEPTH)
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:

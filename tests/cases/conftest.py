@@ -53,6 +53,13 @@ class Server(ApiClient):
         self.frontend = thread.frontend
         self.tokenizer = thread.frontend.tokenizer
 
+    def is_idle(self) -> bool:
+        """Whether no request is on board."""
+        stats = self.frontend.engine.stats.values()
+        return not (
+            self.frontend.num_in_flight or any(s.num_running + s.num_waiting for s in stats)
+        )
+
     def one_token_at_a_time(self) -> "Server":
         """Has the front get every token by itself. Tokens that it is too slow for are merged."""
         if not isinstance(self.frontend.engine, OneByOne):
@@ -104,6 +111,7 @@ def serve(settings: dict[str, Any]) -> Iterator[Callable[..., Server]]:
 
     yield serve
     for server in servers.values():
+        server.until(server.is_idle)  # nothing that a test has left behind runs on
         server.close()
         server.thread.close()
 

@@ -341,6 +341,21 @@ def test_js_155_nothing_after_the_end(server, value) -> None:
         assert json.loads(got["message"]["content"]) == {"a": 1}
 
 
+def test_js_155_with_tools_the_answer_is_a_call_or_the_text(server) -> None:
+    form = schema_format(PARAMETERS)
+    more = {"tools": [TOOL], "response_format": form, "parallel_tool_calls": False}
+    got = ask(server, "call", **more)
+    assert got["finish_reason"] == "tool_calls"
+    assert not got["message"]["content"]
+    (call,) = got["message"]["tool_calls"]
+    assert call["function"]["name"] == "f"
+    assert json.loads(call["function"]["arguments"]) in ({"a": 1}, {"a": 2})
+    got = ask(server, "object", **more)
+    assert got["finish_reason"] == "stop"
+    assert not got["message"].get("tool_calls")
+    assert json.loads(got["message"]["content"]) == {"a": 2}
+
+
 @pytest.mark.parametrize(("count", "text"), [(3, '{"k": "bc", '), (2, '{"k": "b'), (1, '{"k"')])
 def test_js_156_json_that_was_cut(server, count, text) -> None:
     more = {"response_format": {"type": "json_object"}, "max_tokens": count}

@@ -1,0 +1,276 @@
+"""What may stand around a text with a grammar, followed with the real library and read back."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.grammars import GrammarCompiler
+from jaxserve.messages import FinishReason, Submit
+from jaxserve.parsing.answer_frame import answer_frame, marks_of
+from jaxserve.parsing.call_rules import RuleWriter
+from jaxserve.parsing.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
+from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.parsing.registry import (
+    CALL_RULES,
+    REASONING_PARSERS,
+    THINK_RULES,
+    TOOL_PARSERS,
+    call_rules,
+    reasoning_parser,
+    think_rules,
+    tool_parser,
+)
+from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+LEAF = {"type": "array", "items": {"type": "null"}, "maxItems": 1}
+TOOLS = {
+    "look": {
+        "type": "object",
+        "properties": {
+            "where": {"type": "string", "enum": ["Zürich", 'a "b"']},
+            "how": {"$ref": "#/$defs/leaf"},
+            "why": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["where", "how"],
+        "additionalProperties": False,
+        "$defs": {"leaf": LEAF},
+    },
+    "stop.now": {"type": "object", "additionalProperties": False},
+}
+VOCAB = 340
+
+
+def frame_of(name, *, think="", parallel=True, tokenizer=TOKENIZER):
+    rules = RuleWriter(TOOLS, parallel=parallel, mark=marks_of(tokenizer))
+    calls = call_rules(name, rules)
+    assert calls is not None
+    return answer_frame(think=think, calls=calls)
+
+
+class Walk:
+    """Follows one answer that has a grammar."""
+
+    def __init__(self, frame: str, kind="json_schema", spec=None, *, tokenizer=TOKENIZER) -> None:
+        grammar = Grammar(kind, json.dumps(SCHEMA) if spec is None else spec, frame)
+        params = SamplingParams(seed=0, grammar=grammar)
+        submit = Submit("a", [1], params, eos_token_id=tokenizer.eos_token_id)
+        compiler = GrammarCompiler(lambda: tokenizer, VOCAB)
+        self.constraint = compiler.start(submit).result()
+        self.tokenizer = tokenizer
+
+    def allowed(self) -> list[int]:
+        mask = np.zeros(-(-VOCAB // 32), np.uint32)
+        self.constraint.fill_mask(mask)
+        return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+    def takes(self, text: str) -> bool:
+        """Whether this can be the whole answer."""
+        reason = None
+        for token_id in self.tokenizer.encode(text):
+            if reason is not None or token_id not in self.allowed():
+                return False
+            reason = self.constraint.accept(token_id)
+        return reason is FinishReason.STOP or self.tokenizer.eos_token_id in self.allowed()
+
+    def at_random(self, rng: np.random.Generator, limit: int = 1000) -> str:
+        tokens = []
+        for _ in range(limit):
+            tokens.append(int(rng.choice(self.allowed())))
+            if self.constraint.accept(tokens[-1]) is not None:
+                shown = [i for i in tokens if i != self.tokenizer.eos_token_id]
+                return self.tokenizer.decode(shown, skip_special_tokens=False)
+        raise AssertionError("no end")
+
+
+def read(parser: MessageParser, text: str):
+    """Reasoning, content, and the calls in the answer."""
+    events = parser.push(text) + parser.finish()
+    reasoning = "".join(e.text for e in events if isinstance(e, ReasoningDelta))
+    content = "".join(e.text for e in events if isinstance(e, ContentDelta))
+    calls = [[e.name, ""] for e in events if isinstance(e, ToolCallStart)]
+    for event in events:
+        if isinstance(event, ToolCallArguments):
+            calls[event.index][1] += event.text
+    return reasoning, content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def check_call(name, arguments) -> None:
+    if name == "stop.now":
+        assert arguments == {}
+        return
+    assert name == "look"
+    assert {"where", "how"} <= set(arguments) <= {"where", "how", "why"}
+    assert arguments["where"] in ("Zürich", 'a "b"')
+    assert arguments["how"] in ([], [None])
+    assert 1 <= arguments.get("why", 1) <= 9
+
+
+def test_every_rule_is_of_a_format_that_is_read() -> None:
+    assert CALL_RULES.keys() <= TOOL_PARSERS.keys()
+    assert THINK_RULES.keys() == REASONING_PARSERS.keys()
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("name", CALL_RULES)
+def test_random_tokens_make_calls_or_the_text(name, parallel) -> None:
+    rng = np.random.default_rng(7)
+    most = {"text": 0, "calls": 0}
+    for _ in range(30):
+        text = Walk(frame_of(name, parallel=parallel)).at_random(rng)
+        _, content, calls = read(MessageParser(None, tool_parser(name, TOOLS)), text)
+        if calls:
+            assert not content.strip()
+            for call in calls:
+                check_call(*call)
+        else:
+            assert json.loads(content) in ({"ok": True}, {"ok": False})
+        most["calls"] = max(most["calls"], len(calls))
+        most["text"] += not calls
+    assert most["text"] > 0
+    assert (most["calls"] > 1) if parallel else (most["calls"] == 1)
+
+
+def as_json(call) -> str:
+    return json.dumps(call, ensure_ascii=False)
+
+
+LOOK = {"name": "look", "arguments": {"where": "Zürich", "how": []}}
+LOOK_3 = {"name": "look", "parameters": {"where": "Zürich", "how": []}}
+STOP, STOP_3 = {"name": "stop.now", "arguments": {}}, {"name": "stop.now", "parameters": {}}
+AS_WRITTEN = {
+    "hermes": [
+        f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+        for call in (LOOK, STOP)
+    ],
+    "llama3_json": [as_json(call) for call in (LOOK_3, STOP_3)],
+    "mistral": [f"[TOOL_CALLS][{as_json(call)}]" for call in (LOOK, STOP)],
+    "qwen3_coder": [
+        "<tool_call>\n<function=look>\n<parameter=where>\nZürich\n</parameter>\n"
+        "<parameter=how>\n[]\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=stop.now>\n</function>\n</tool_call>",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CALL_RULES)
+def test_calls_as_models_write_them(name) -> None:
+    frame = frame_of(name)
+    for text, expected in zip(AS_WRITTEN[name], (LOOK, STOP), strict=True):
+        assert Walk(frame).takes(text), text
+        _, content, calls = read(MessageParser(None, tool_parser(name, TOOLS)), text)
+        assert (content, calls) == ("", [tuple(expected.values())])
+        assert not Walk(frame).takes(text.replace("look", "loot").replace("now", "not"))
+        assert not Walk(frame).takes("Sure! " + text)
+        assert not Walk(frame).takes(text + '{"ok": true}')
+    assert Walk(frame).takes('{"ok": true}')
+    assert not Walk(frame).takes('{"ok": 1}')
+
+
+def test_values_of_qwen3_coder_by_their_types() -> None:
+    tools = {
+        "f": {
+            "type": "object",
+            "properties": {
+                "code": {"type": "string"},
+                "n": {"type": ["integer", "string"]},
+                "free": {},
+                "a<b": {"type": "string"},
+            },
+            "required": ["code"],
+        }
+    }
+    rules = RuleWriter(tools, parallel=True, mark=marks_of(TOKENIZER))
+    calls = call_rules("qwen3_coder", rules)
+    assert calls is not None
+    frame = answer_frame(think="", calls=calls)
+
+    def call(*values):
+        inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values)
+        return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+
+    code = 'if a < b:\n\tprint("</tool_call>")'
+    assert Walk(frame).takes(call(("code", code)))
+    assert Walk(frame).takes(call(("code", ""), ("n", "5"), ("free", '{"x": [1]}')))
+    for bad in ([], [("n", "5")], [("code", "x"), ("n", "[]")], [("code", "x"), ("a<b", "y")]):
+        assert not Walk(frame).takes(call(*bad)), bad
+
+
+@pytest.fixture
+def special():
+    """A tokenizer to which the marks are special tokens."""
+    tokenizer = tiny_tokenizer()
+    marks = [i for i in range(tokenizer.vocab_size) if "think>" in tokenizer.token_text(i)]
+    assert len(marks) == 2
+    tokenizer.special_ids |= set(marks)
+    return tokenizer
+
+
+OPENED, CLOSED = "<|im_start|>assistant\n<think>\n", "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize("marks", ["text", "tokens"])
+@pytest.mark.parametrize(
+    ("name", "prompt", "whole", "begun", "bare"),
+    [
+        ("qwen3", "hello", True, False, True),
+        ("qwen3", OPENED, True, True, False),
+        ("qwen3", CLOSED, False, False, True),
+        ("deepseek_r1", "hello", True, True, False),
+        ("deepseek_r1", OPENED, True, True, False),
+        ("deepseek_r1", CLOSED, False, False, True),
+    ],
+)
+def test_thoughts_come_before_the_text(marks, name, prompt, whole, begun, bare, special) -> None:
+    """An answer may have a whole block, one that the prompt has begun, or none."""
+    tokenizer = special if marks == "tokens" else TOKENIZER
+    think = think_rules(name, marks_of(tokenizer), prompt=prompt)
+    frame = answer_frame(think=think, calls="")
+    if marks == "tokens" and name == "qwen3" and prompt == OPENED:
+        whole = False  # a special token is in no thought
+    thought = "is 1 < 2 {\n\n}?"
+    for text, expected in (
+        (f"<think>{thought}</think>\n\n", whole),
+        (f"{thought}</think>\n\n", begun),
+        ("", bare),
+    ):
+        answer = text + '{"ok": true}'
+        assert Walk(frame, tokenizer=tokenizer).takes(answer) == expected, answer
+        if not expected:
+            continue
+        parser = MessageParser(reasoning_parser(name, prompt=prompt), None)
+        reasoning, content, _ = read(parser, answer)
+        assert content == '{"ok": true}'
+        assert (thought in reasoning) == bool(text)
+    assert not Walk(frame, tokenizer=tokenizer).takes(f"<think>{thought}</think>hello")
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "text"),
+    [
+        ("json_object", "", '{"x": [1]}'),
+        ("regex", "a/b+", "a/bb"),
+        ("choice", '["é\\"", "no"]', 'é"'),
+        ("grammar", 'start: "x" call+\ncall: "y"', "xyy"),
+        ("grammar", 'root ::= "x" [0-9]+', "x05"),
+    ],
+)
+def test_every_kind_of_text_can_have_a_frame(kind, spec, text) -> None:
+    think = think_rules("qwen3", marks_of(TOKENIZER), prompt="")
+    frame = frame_of("hermes", think=think)
+    for before in ("", "<think>hm</think>"):
+        assert Walk(frame, kind, spec).takes(before + text)
+        assert Walk(frame, kind, spec).takes(before + AS_WRITTEN["hermes"][0])
+        assert not Walk(frame, kind, spec).takes(before + "z" + text)
+
+
+def test_without_anything_around_there_is_no_frame() -> None:
+    assert answer_frame(think="", calls="") == ""

@@ -158,6 +158,18 @@ async def test_reasoning_text_and_calls_are_items(size) -> None:
     assert 0 < reply["usage"]["output_tokens_details"]["reasoning_tokens"] < 8
 
 
+async def test_tools_and_a_format_go_together() -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    body = {"tools": [TOOL], "text": {"format": form}}
+    for answer, kind in ((CALL, "function_call"), ('{"a": 1}', "message")):
+        frontend = make("<think>hmm</think>" + answer)
+        reply = await ask(frontend, body)
+        assert [item["type"] for item in reply["output"]] == ["reasoning", kind]
+        grammar = frontend.engine.submitted[-1].params.grammar
+        assert json.loads(grammar.spec) == form["schema"]
+        assert "(@answer | calls)" in grammar.frame
+
+
 async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     reply = await ask(make("hello world"), {"max_output_tokens": 1})
     assert reply["status"] == "incomplete"

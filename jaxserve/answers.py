@@ -68,7 +68,7 @@ class AnswerBuilder:
         base = f"{request_id}-{uuid.uuid4().hex[:12]}"
         answers: list[Answer] = []
         for prompt_ids in prompts:
-            self._check_prompt(prompt_ids, params.max_tokens, param, length_param)
+            self._check_prompt(prompt_ids, params.most_tokens, param, length_param)
             room = self.max_model_len - len(prompt_ids)
             unasked = room if default_max_tokens is None else min(default_max_tokens, room)
             max_tokens = unasked if params.max_tokens is None else params.max_tokens
@@ -84,7 +84,10 @@ class AnswerBuilder:
                         priority=priority,
                         cache_salt=cache_salt,
                         record=RequestRecord(
-                            time.monotonic(), len(prompt_ids), max_tokens, params.n
+                            time.monotonic(),
+                            len(prompt_ids),
+                            0 if params.pooling is not None else max_tokens,
+                            params.n,
                         ),
                         parser=parsers[index] if parsers else None,
                     )

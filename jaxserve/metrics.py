@@ -48,7 +48,8 @@ class Histogram:
 class RequestRecord(msgspec.Struct):
     """The course of one request to an engine. Times are `time.monotonic()` seconds; 0: not yet.
 
-    ``scheduled_s`` is when the engine first ran it, ``max_tokens`` is the length that was allowed.
+    ``scheduled_s`` is when the engine first ran it, ``max_tokens`` is the length that was allowed;
+    0 where nothing is generated but the vector of a prompt, which comes like a first token.
     """
 
     arrival_s: float
@@ -76,12 +77,12 @@ def token_buckets(max_model_len: int) -> tuple[int, ...]:
 class RequestHistogram:
     """A histogram with one value a finished request. ``bounds`` None: token counts.
 
-    ``value`` gets the record and the time at which the request ended.
+    ``value`` gets the record and the time at which the request ended; None is not counted.
     """
 
     help: str
     bounds: tuple[float, ...] | None
-    value: Callable[[RequestRecord, float], float]
+    value: Callable[[RequestRecord, float], float | None]
     needs_token: bool = True
 
 
@@ -94,7 +95,7 @@ REQUEST_HISTOGRAMS: Mapping[str, RequestHistogram] = MappingProxyType(
             "Generated tokens of a request.", None, lambda r, _: r.num_generated, False
         ),
         "request_params_max_tokens": RequestHistogram(
-            "max_tokens of a request.", None, lambda r, _: r.max_tokens, False
+            "max_tokens of a request.", None, lambda r, _: r.max_tokens or None, False
         ),
         "request_params_n": RequestHistogram("n of a request.", N_BUCKETS, lambda r, _: r.n, False),
         "request_prefill_kv_computed_tokens": RequestHistogram(
@@ -167,7 +168,7 @@ class RequestMetrics:
             histogram.observe(event.stats.num_step_tokens)
 
     def tokens_arrived(self, record: RequestRecord, count: int, now: float) -> None:
-        """``count`` more tokens of a request are here."""
+        """``count`` more tokens of a request are here; 0 for the vector of its prompt."""
         if record.first_token_s == 0.0:
             record.first_token_s = now
             self.time_to_first_token.observe(now - record.arrival_s)
@@ -187,7 +188,8 @@ class RequestMetrics:
     def request_ended(self, record: RequestRecord, reason: str, now: float) -> None:
         """A request is over: ``reason`` is a finish reason, "abort" or "error"."""
         self.finished[reason] += 1
-        has_token = record.num_generated > 0
+        has_token = record.first_token_s > 0
         for name, kind in REQUEST_HISTOGRAMS.items():
-            if has_token or not kind.needs_token:
-                self.by_request[name].observe(kind.value(record, now))
+            value = kind.value(record, now) if has_token or not kind.needs_token else None
+            if value is not None:
+                self.by_request[name].observe(value)

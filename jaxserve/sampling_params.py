@@ -223,6 +223,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
 
     @property
+    def most_tokens(self) -> int | None:
+        """How long the answer may be; None: as long as there is room, 0: there is none."""
+        return self.max_tokens if self.pooling is None else 0
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE

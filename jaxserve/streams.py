@@ -103,7 +103,7 @@ async def stream_answer(
                 delta = _to_delta(answer, output, detokenizer)
                 record.num_cached_tokens = output.num_cached_tokens
                 record.scheduled_s = output.scheduled_s
-                if delta.token_ids:
+                if delta.token_ids or delta.embedding is not None:
                     metrics.tokens_arrived(record, len(delta.token_ids), time.monotonic())
                 if delta.finish_reason is not None:
                     break

@@ -24,14 +24,14 @@ def check_length(
 
     Args:
       num_prompt_tokens: tokens that came with the prompt.
-      max_tokens: tokens asked for, or None for the rest of the context.
+      max_tokens: tokens asked for, or None for the rest of the context; 0 if none is generated.
       max_model_len, num_blocks, block_size: as in `messages.Ready`; ``num_blocks`` counts block 0.
 
     Raises:
       InvalidRequestError: the prompt is empty.
       ContextLengthError: prompt and answer do not fit the context, or the KV cache if that is
-        smaller. ``param`` is "prompt" if the prompt alone leaves no room for a single token, else
-        "max_tokens".
+        smaller. ``param`` is "prompt" if the prompt alone is too long, or leaves no room for a
+        single token where one is generated; else "max_tokens".
     """
     if num_prompt_tokens < 1:
         raise InvalidRequestError("the prompt is empty; expected at least 1 token", param="prompt")
@@ -41,6 +41,12 @@ def check_length(
     limit = f"the maximum context length is {context} tokens"
     if context < max_model_len:
         limit += f" (the KV cache has {num_blocks - 1} blocks of {block_size} tokens)"
+    if max_tokens == 0:
+        if num_prompt_tokens > context:
+            raise ContextLengthError(
+                f"{limit}, but the prompt has {num_prompt_tokens} tokens", param="prompt"
+            )
+        return
     if num_prompt_tokens + 1 > context:
         raise ContextLengthError(
             f"{limit}, but the prompt has {num_prompt_tokens} tokens, which leaves no room for "

@@ -102,7 +102,7 @@ class Scheduler:
                 f"request id {submit.request_id!r} is in use by another request", param="request_id"
             )
         num_prompt_tokens = len(submit.prompt_token_ids) - submit.num_prior_tokens
-        check_length(num_prompt_tokens, submit.params.max_tokens, **self._sizes)
+        check_length(num_prompt_tokens, submit.params.most_tokens, **self._sizes)
         request = Request.from_submit(
             submit,
             order=next(self._arrivals),

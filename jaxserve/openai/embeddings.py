@@ -97,7 +97,7 @@ async def prepare(
         frontend,
         completion_prompts(request.input, param="input"),
         request.truncate_prompt_tokens,
-        room=1,
+        room=0,
         add_special_tokens=request.add_special_tokens is not False,
         param="input",
     )

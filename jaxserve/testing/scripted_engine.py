@@ -97,7 +97,9 @@ class ScriptedEngine:
                     return
                 finished = True
                 vector = embedding_of(request.prompt_token_ids, params.pooling)
-                yield RequestOutput(request_id, [], FinishReason.STOP, embedding=vector)
+                yield RequestOutput(
+                    request_id, [], FinishReason.STOP, scheduled_s=scheduled_s, embedding=vector
+                )
                 return
             for start in range(0, len(tokens), self._tokens_per_output):
                 if await self._is_told_to_end(start, told_to_end):

@@ -6,7 +6,9 @@ from jaxserve.errors import ContextLengthError, InvalidRequestError
 SIZES = {"max_model_len": 32, "num_blocks": 100, "block_size": 16}
 
 
-@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(31, None), (31, 1), (1, 31)])
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens"), [(31, None), (31, 1), (1, 31), (32, 0)]
+)
 def test_a_request_may_fill_the_context(num_prompt_tokens, max_tokens):
     check_length(num_prompt_tokens, max_tokens, **SIZES)
 
@@ -17,6 +19,7 @@ def test_a_request_may_fill_the_context(num_prompt_tokens, max_tokens):
         (40, None, "prompt", ["32", "40"]),
         (40, 5, "prompt", ["32", "40"]),
         (32, None, "prompt", ["32", "31"]),
+        (33, 0, "prompt", ["32", "33"]),
         (8, 30, "max_tokens", ["32", "38", "8", "30", "24"]),
         (1, 32, "max_tokens", ["32", "33"]),
     ],

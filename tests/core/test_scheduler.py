@@ -237,6 +237,21 @@ class TestAdmission:
         reasons = [output.finish_reason for output in outputs]
         assert reasons == [None] * (num_answer_tokens - 1) + [FinishReason.LENGTH]
 
+    def test_a_prompt_may_fill_the_context_if_nothing_is_generated(self):
+        scheduler = make_scheduler(num_blocks=25 + 1)
+        with pytest.raises(ContextLengthError, match="101 tokens"):
+            add(scheduler, "b", num_prompt_tokens=101, pooling="last")
+        add(scheduler, "a", num_prompt_tokens=100, pooling="last")
+        plans = []
+        while scheduler.has_work:
+            plans.append(scheduler.schedule(0.0))
+            pooled = [[1.0]] * len(plans[-1].pooling)
+            outputs = scheduler.update(
+                plans[-1], StepResult([OTHER] * len(plans[-1].sampling), pooled=pooled)
+            )
+        assert [shape(plan) for plan in plans] == [[("a", 0, 64, False)], [("a", 64, 36, True)]]
+        assert [output.embedding for output in outputs] == [[1.0]]
+
     def test_tokens_of_an_engine_that_died_are_computed_again_as_output(self):
         scheduler = make_scheduler()
         add(scheduler, "a", num_prompt_tokens=5, prior=2, max_tokens=3)

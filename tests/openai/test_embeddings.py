@@ -24,7 +24,7 @@ from jaxserve.testing.scripted_engine import embedding_of
 from jaxserve.testing.scripted_frontend import scripted_frontend
 
 IDS = [5, 6, 7]
-LONGEST = 255
+LONGEST = 256
 
 
 @pytest.fixture
@@ -148,6 +148,37 @@ async def test_what_does_not_fit_is_refused(frontend) -> None:
         await embed(frontend, [IDS, IDS])
     held.give_back()
     await embed(frontend, [IDS, IDS])
+
+
+async def test_what_is_counted(frontend) -> None:
+    await embed(frontend, [IDS, [1] * 100])
+    metrics = frontend.metrics
+    assert (metrics.prompt_tokens, metrics.generation_tokens) == (103, 0)
+    assert dict(metrics.finished) == {"stop": 2}
+    assert sum(metrics.time_to_first_token.counts) == 2
+    assert sum(metrics.inter_token_latency.counts) == 0
+    counts = {name: sum(histogram.counts) for name, histogram in metrics.by_request.items()}
+    assert counts.pop("request_params_max_tokens") == 0
+    assert set(counts.values()) == {2}
+    assert metrics.by_request["request_prompt_tokens"].sum == 103
+    assert metrics.by_request["request_prefill_kv_computed_tokens"].sum == 103
+    assert metrics.by_request["request_generation_tokens"].sum == 0
+    assert metrics.by_request["request_decode_time_seconds"].sum == 0
+    for name in ("request_queue_time_seconds", "request_inference_time_seconds"):
+        assert 0 <= metrics.by_request[name].sum < 60
+
+
+async def test_what_was_aborted_is_not_counted_as_computed(frontend) -> None:
+    frontend.engine.stall_after = 0
+    work = asyncio.create_task(embed(frontend, IDS))
+    while not frontend.engine.submitted:
+        await asyncio.sleep(0)
+    frontend.abort(None)
+    with pytest.raises(RequestFailedError):
+        await work
+    assert frontend.metrics.prompt_tokens == 0
+    assert dict(frontend.metrics.finished) == {"abort": 1}
+    assert sum(frontend.metrics.time_to_first_token.counts) == 0
 
 
 async def test_an_abort_from_elsewhere_is_an_error(frontend) -> None:

@@ -29,6 +29,7 @@ def test_programs_depend_on_the_tokens_of_a_step_and_not_on_the_requests(runner,
     def prompt(num_tokens):
         return rng.integers(0, VOCAB, num_tokens).tolist()
 
+    runner.warm_up(lambda *_: None)  # all but pooling
     for num_tokens in range(1, TOKENS_IN_A_STEP + 1):
         generate({"a": (prompt(num_tokens), pooled())})
     before = runner.num_compilations

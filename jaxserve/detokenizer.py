@@ -25,6 +25,14 @@ class DetokenizerStep(msgspec.Struct, frozen=True, gc=False):
     num_tokens_used: int
 
 
+class NoText:
+    """Stands for a `Detokenizer` where no text is wanted."""
+
+    def push(self, token_ids: Sequence[int], *, finished: bool) -> DetokenizerStep:
+        """No text of any tokens."""
+        return DetokenizerStep("", None, len(token_ids))
+
+
 class Detokenizer:
     """The text of one answer as its tokens arrive.
 

@@ -95,6 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         comes before ``min_tokens`` and ``bad_words_token_ids``.
       pooling: generate nothing, but return one vector for the prompt: the final hidden state of its
         last token, or the mean over all its tokens. None to generate.
+      detokenize: make text of the answer; without it there are token ids only, and no stop texts.
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: keep the stop text that ended the answer.
 
@@ -123,6 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     pooling: Literal["last", "mean"] | None = None
+    detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -181,6 +183,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             len(self.stop),
         )
         _require(all(self.stop), "stop", "texts that are not empty", "")
+        _require(
+            self.detokenize or not self.stop, "stop", "nothing where detokenize is false", "texts"
+        )
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxserve.detokenizer import Detokenizer
+from jaxserve.detokenizer import Detokenizer, NoText
 from jaxserve.engine_protocol import Engine
 from jaxserve.errors import RequestFailedError
 from jaxserve.messages import FinishReason, RequestOutput, Submit, TokenLogprobs
@@ -120,8 +120,10 @@ async def stream_answer(
         metrics.request_ended(record, ended, time.monotonic())
 
 
-def _detokenizer(answer: Answer, tokenizer: Tokenizer) -> Detokenizer | ParsedText:
+def _detokenizer(answer: Answer, tokenizer: Tokenizer) -> Detokenizer | ParsedText | NoText:
     params = answer.params
+    if not params.detokenize:
+        return NoText()
     options: dict[str, Any] = {
         "skip_special_tokens": params.skip_special_tokens,
         "stop": params.stop,
@@ -134,7 +136,7 @@ def _detokenizer(answer: Answer, tokenizer: Tokenizer) -> Detokenizer | ParsedTe
 
 
 def _to_delta(
-    answer: Answer, output: RequestOutput, detokenizer: Detokenizer | ParsedText
+    answer: Answer, output: RequestOutput, detokenizer: Detokenizer | ParsedText | NoText
 ) -> Delta:
     token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
     if reason == FinishReason.ERROR:

@@ -55,7 +55,7 @@ async def prepare(frontend: Frontend, request: ChatRequest, *, request_id: str =
         param="messages",
     )
     form = MessageForm(
-        _parsers(frontend, params.n, use, text),
+        _parsers(frontend, params.n, use, text) if params.detokenize else (),
         call_id_maker(frontend),
         parallel=use.parallel,
         with_reasoning=request.include_reasoning is not False,

@@ -21,7 +21,7 @@ MAX_SALT_CHARS = 1000
 SAME_NAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs"),
-    *("skip_special_tokens", "include_stop_str_in_output"),
+    *("detokenize", "skip_special_tokens", "include_stop_str_in_output"),
 )
 """Fields of a request that are fields of `SamplingParams` as they stand."""
 
@@ -36,7 +36,6 @@ NO_OP: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
     {
         "audio": _never,
         "chat_template": _never,
-        "detokenize": _one_of(True),
         "documents": _one_of([]),
         "function_call": _one_of("none", "auto"),
         "functions": _one_of([]),

@@ -50,6 +50,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
@@ -72,7 +73,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     guided_json: Any = None
     guided_regex: Any = None
 
-    detokenize: Any = None
     logprob_token_ids: Any = None
     use_beam_search: Any = None
 

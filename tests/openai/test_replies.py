@@ -322,3 +322,23 @@ async def test_special_tokens_show_only_if_asked_and_added_ones_always() -> None
     text = frontend.tokenizer.decode([97, 268, 270], skip_special_tokens=False)
     assert shown["choices"][0]["text"] == text
     assert hidden == text.replace("<|im_start|>", "")
+
+
+@pytest.mark.parametrize("tokens_per_output", [1, 3])
+async def test_without_text_there_are_ids_only(tokens_per_output) -> None:
+    plain = {"detokenize": False, "return_token_ids": True}
+    template = "{{ messages[0].content }}{# <tool_call> <think> #}"
+    for run, run_stream in ((complete, stream), (ask, ask_stream)):
+        frontend = scripted_frontend(
+            "<think>hello</think> world",
+            tokens_per_output=tokens_per_output,
+            chat_template=template,
+        )
+        (choice,) = (await run(frontend, plain))["choices"]
+        ids = [*frontend.tokenizer.encode("<think>hello</think> world")]
+        assert choice["token_ids"] == [*ids, frontend.tokenizer.eos_token_id]
+        assert choice["finish_reason"] == "stop"
+        assert (choice.get("text") or choice.get("message", {}).get("content") or "") == ""
+        pieces = choices_of(await run_stream(frontend, plain))
+        assert [i for piece in pieces for i in piece.get("token_ids", [])] == choice["token_ids"]
+        assert not any(p.get("text") or p.get("delta", {}).get("content") for p in pieces)

@@ -106,7 +106,8 @@ BAD_SAMPLING = [
     ({"cache_salt": "a" * 2000}, "cache_salt"),
     ({"request_id": 5}, "request_id"),
     ({"return_token_ids": "yes"}, "return_token_ids"),
-    ({"detokenize": False}, "detokenize"),
+    ({"detokenize": 0}, "detokenize"),
+    ({"detokenize": False, "stop": "a"}, "stop"),
 ]
 
 

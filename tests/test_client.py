@@ -356,8 +356,7 @@ async def test_health_fails_when_an_engine_is_stuck_and_its_clients_have_given_u
 
 async def test_a_request_that_cannot_be_sent_is_not_on_board(start):
     client = await start()
-    too_large = SamplingParams(max_tokens=2**70, seed=1)
-    stream = client.generate(Submit("a", [1], too_large))
+    stream = client.generate(Submit("a", [2**70], SamplingParams(seed=1)))
     with pytest.raises(OverflowError):
         await anext(stream)
     assert client.num_in_flight == 0

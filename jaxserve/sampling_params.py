@@ -268,11 +268,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None:
-                wanted = vocab_size if count == ALL_LOGPROBS else count
-                expected = f"between 0 and {max_logprobs} (--max-logprobs of this server)"
-                _require(wanted <= max_logprobs, name, expected, count)
-                counts[name] = min(wanted, vocab_size)
+                counts[name] = logprobs_within(count, max_logprobs, vocab_size, param=name)
         return msgspec.structs.replace(self, **counts) if counts else self
+
+
+def logprobs_within(count: int, max_logprobs: int, vocab_size: int, *, param: str) -> int:
+    """The number of log probabilities that is meant, in ``[0, vocab_size]``.
+
+    Raises InvalidRequestError, naming ``param``, if it is not one in ``[0, max_logprobs]``.
+    """
+    wanted = vocab_size if count == ALL_LOGPROBS else count
+    expected = f"between 0 and {max_logprobs} (--max-logprobs of this server)"
+    _require(0 <= wanted <= max_logprobs, param, expected, count)
+    return min(wanted, vocab_size)
 
 
 def check_ids(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from jaxserve.messages import TokenLogprobs
@@ -16,7 +17,7 @@ from jaxserve.openai.protocol import (
 from jaxserve.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON has not."""
+"""Stands for minus infinity, which JSON has not; the opposite stands for infinity."""
 
 TokenName = Callable[[int], str]
 """What log probabilities call a token."""
@@ -35,7 +36,9 @@ def token_names(tokenizer: Tokenizer, *, as_ids: bool) -> TokenName:
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON has."""
+    """A number that JSON has. What is no number counts as minus infinity."""
+    if logprob == math.inf:
+        return -LOWEST
     return logprob if logprob > LOWEST else LOWEST
 
 

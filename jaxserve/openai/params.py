@@ -11,7 +11,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.generation_defaults import GenerationDefaults
 from jaxserve.messages import Ready
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from jaxserve.sampling_params import ALL_LOGPROBS, SamplingParams
+from jaxserve.sampling_params import SamplingParams, logprobs_within
 
 MAX_STOP_CHARS = 1000
 """Longest stop text; each may be searched for at every token."""
@@ -20,7 +20,7 @@ MAX_SALT_CHARS = 1000
 
 SAME_NAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("detokenize", "skip_special_tokens", "include_stop_str_in_output"),
 )
 """Fields of a request that are fields of `SamplingParams` as they stand."""
@@ -110,18 +110,25 @@ def completion_params(
     values: dict[str, Any] = {}
     if asked_tokens(request) == 0:
         values |= {"max_tokens": 1, "min_tokens": 0}
-    if request.echo and request.logprobs is not None:
-        counts = (request.logprobs, request.prompt_logprobs or 0)
-        values["prompt_logprobs"] = ALL_LOGPROBS if ALL_LOGPROBS in counts else max(counts)
-    return _params(request, defaults, ready, request.logprobs, values, renamed={})
+    logprobs = _count(request.logprobs, ready, "logprobs")
+    if request.echo and logprobs is not None:
+        of_prompt = _count(request.prompt_logprobs, ready, "prompt_logprobs")
+        values["prompt_logprobs"] = max(logprobs, of_prompt or 0)
+    return _params(request, defaults, ready, logprobs, values)
 
 
 def chat_params(request: ChatRequest, defaults: GenerationDefaults, ready: Ready) -> SamplingParams:
     """The parameters of a chat completion. Raises InvalidRequestError."""
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _params(request, defaults, ready, logprobs, {}, renamed={"logprobs": "top_logprobs"})
+    logprobs = _count(request.top_logprobs or 0, ready, "top_logprobs")
+    return _params(request, defaults, ready, logprobs if request.logprobs else None, {})
+
+
+def _count(count: int | None, ready: Ready, param: str) -> int | None:
+    if count is None:
+        return None
+    return logprobs_within(count, ready.max_logprobs, ready.vocab_size, param=param)
 
 
 def asked_tokens(request: GenerationRequest) -> int | None:
@@ -141,7 +148,6 @@ def _params(
     ready: Ready,
     logprobs: int | None,
     overrides: dict[str, Any],
-    renamed: dict[str, str],
 ) -> SamplingParams:
     values: dict[str, Any] = dict(defaults.sampling)
     asked = {name: getattr(request, name) for name in SAME_NAME}
@@ -149,20 +155,18 @@ def _params(
     values["stop"] = _stop_texts(request.stop)
     values["stop_token_ids"] = tuple(request.stop_token_ids or ())
     values["logprobs"] = logprobs
+    values["prompt_logprobs"] = _count(request.prompt_logprobs, ready, "prompt_logprobs")
     values["logit_bias"] = request.logit_bias or None
     if request.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(request.allowed_token_ids)
     values["max_tokens"] = asked_tokens(request)
-    renamed = renamed | {"max_tokens": length_field(request)}
     try:
-        params = SamplingParams(**values | overrides)
-        return params.within_logprobs(ready.max_logprobs, ready.vocab_size)
+        return SamplingParams(**values | overrides)
     except InvalidRequestError as error:
-        # Blame the fields that the client sent, not the ones that they became.
-        message = error.message
-        for name, sent in renamed.items():
-            message = re.sub(rf"\b{name}\b", sent, message)
-        param = renamed.get(error.param or "", error.param)
+        # Blame the field that the client sent, not the one that it became.
+        sent = length_field(request)
+        message = re.sub(r"\bmax_tokens\b", sent, error.message)
+        param = sent if error.param == "max_tokens" else error.param
         raise InvalidRequestError(message, param=param) from error
 
 

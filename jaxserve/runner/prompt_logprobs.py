@@ -7,7 +7,7 @@ time. That also leaves one program for each number of most likely tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -45,16 +45,18 @@ class PromptScorer:
         self._vocab_size = vocab_size
 
         @jax.jit
-        def take(hidden: jax.Array, rows: jax.Array) -> jax.Array:
+        def take_hidden_step(hidden: jax.Array, rows: jax.Array) -> jax.Array:
             return hidden[rows]
 
         @functools.partial(jax.jit, static_argnames="k")
-        def score(params: Any, hidden: jax.Array, targets: jax.Array, *, k: int) -> Logprobs:
+        def score_prompt_step(
+            params: Any, hidden: jax.Array, targets: jax.Array, *, k: int
+        ) -> Logprobs:
             as_logits = logprobs_mode.endswith("logits")
             return compute_logprobs(bind(params).logits(hidden), targets, k, as_logits=as_logits)
 
-        self._take = Program("gathering hidden states", take, log)
-        self._score = Program("log probabilities of prompts", score, log)
+        self._take = Program("gathering hidden states", take_hidden_step, log)
+        self._score = Program("log probabilities of prompts", score_prompt_step, log)
 
     def start(self, params: Any, hidden: jax.Array, plan: StepPlan) -> PromptScores | None:
         """Starts what a plan asks for, if anything, without waiting for it.
@@ -69,17 +71,39 @@ class PromptScorer:
             return None
         rows, targets = _rows_and_targets(plan)
         most = max(part.params.prompt_logprobs or 0 for part in scoring)
-        k = logprobs_size(most, self._vocab_size)
         chunks = []
         for start in range(0, len(rows), CHUNK):
-            end = start + CHUNK
-            taken = self._take(hidden, rows[start:end], shapes=f"{len(hidden)} tokens")
-            shapes = f"{k} most likely tokens"
-            chunk = self._score(params, taken, targets[start:end], k=k, shapes=shapes)
+            taken = self._taken(hidden, rows[start : start + CHUNK])
+            chunk = self._scored(params, taken, targets[start : start + CHUNK], most)
             chunks.append(chunk)
             for array in jax.tree.leaves(chunk):
                 array.copy_to_host_async()
         return PromptScores(plan, chunks, targets)
+
+    def warm_ups(
+        self, params: Any, hidden: Mapping[int, jax.Array], sizes: Iterable[int]
+    ) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Names of the common programs, and what compiles each by running it on nothing.
+
+        ``hidden`` has the hidden states of some step of each of the ``sizes`` in tokens by then.
+        """
+        nothing = np.zeros(CHUNK, np.int32)
+        sizes = sorted(sizes)
+        for size in sizes:
+            name = f"{CHUNK} of {size} tokens"
+            yield name, lambda size=size: self._taken(hidden[size], nothing)
+
+        def score() -> Logprobs:
+            return self._scored(params, self._taken(hidden[sizes[0]], nothing), nothing, 0)
+
+        yield "log probabilities of prompts", score
+
+    def _taken(self, hidden: jax.Array, rows: np.ndarray) -> jax.Array:
+        return self._take(hidden, rows, shapes=f"{CHUNK} of {len(hidden)} tokens")
+
+    def _scored(self, params: Any, hidden: jax.Array, targets: np.ndarray, most: int) -> Logprobs:
+        k = logprobs_size(most, self._vocab_size)
+        return self._score(params, hidden, targets, k=k, shapes=f"{k} most likely tokens")
 
 
 class PromptScores:

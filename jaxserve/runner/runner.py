@@ -113,11 +113,20 @@ class ModelRunner:
 
         ``on_program(done, total, name)`` is called before each program, and once at the end.
         """
+        buckets = self.buckets.all
+        hidden: dict[int, jax.Array] = {}
+
+        def run_step(bucket: Bucket) -> Forward:
+            forward = self._run(NO_REQUESTS, bucket)
+            hidden[bucket.num_tokens] = forward.hidden
+            return forward
+
         programs: list[tuple[str, Callable[[], Any]]] = [
-            (_name(bucket), functools.partial(self._run, NO_REQUESTS, bucket))
-            for bucket in self.buckets.all
+            (_name(bucket), functools.partial(run_step, bucket)) for bucket in buckets
         ]
-        programs += self._sampler.warm_ups({bucket.num_rows for bucket in self.buckets.all})
+        programs += self._sampler.warm_ups({bucket.num_rows for bucket in buckets})
+        sizes = {bucket.num_tokens for bucket in buckets}
+        programs += self._scorer.warm_ups(self._params, hidden, sizes)
         with self._log.expected():
             for done, (name, run) in enumerate(programs):
                 on_program(done, len(programs), name)

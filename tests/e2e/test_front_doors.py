@@ -1,7 +1,9 @@
-"""The server, the batch program and `LLM` give the same answers."""
+"""The server, the batch program and `LLM` give the same answers, and take the same flags."""
 
 import json
 from pathlib import Path
+
+import numpy as np
 
 from jaxserve import SamplingParams, offline
 from jaxserve.llm import LLM
@@ -10,24 +12,45 @@ MESSAGES = [{"role": "user", "content": "hello world"}]
 
 
 def test_all_agree(serve, settings, flags, tiny_model: Path, tmp_path: Path) -> None:
-    sampling = {"temperature": 0.8, "seed": 3, "max_tokens": 40}
-    with serve(tiny_model) as server, server.client() as client:
-        reply = client.chat.completions.create(model="tiny", messages=MESSAGES, **sampling)
+    sampling = {"temperature": 0.8, "top_p": 0.05, "seed": 3, "max_tokens": 40}
+    more = ["--logprobs-mode", "processed_logits", "--max-logprobs", "30"]
+    body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 25, **sampling}
+    with serve(tiny_model, *more) as server, server.client() as client:
+        reply = client.chat.completions.create(model="tiny", **body)
     (served,) = reply.choices
 
-    body = {"messages": MESSAGES, **sampling}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line))
     files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
-    assert offline.main(["--model", str(tiny_model), *flags, "--no-warmup", *files]) == 0
+    assert offline.main(["--model", str(tiny_model), *flags, *more, "--no-warmup", *files]) == 0
     result = json.loads((tmp_path / "out.jsonl").read_text())
     (batched,) = result["response"]["body"]["choices"]
 
     # The rest of the tests keep no compiled programs, and the setting counts for the whole process.
     own = {**settings, "compilation_cache_dir": "", "warmup": False, "show_progress": False}
+    own |= {"logprobs_mode": "processed_logits", "max_logprobs": 30}
     with LLM(str(tiny_model), **own) as llm:
-        (output,) = llm.chat(MESSAGES, SamplingParams(**sampling), use_tqdm=False)
+        params = SamplingParams(logprobs=25, **sampling)
+        (output,) = llm.chat(MESSAGES, params, use_tqdm=False)
     (answer,) = output.outputs
 
     assert batched["message"]["content"] == served.message.content == answer.text
     assert batched["finish_reason"] == served.finish_reason == answer.finish_reason
+
+    numbers = [
+        [entry.logprob, *(top.logprob for top in entry.top_logprobs)]
+        for entry in served.logprobs.content
+    ]
+    in_file = [
+        [entry["logprob"], *(top["logprob"] for top in entry["top_logprobs"])]
+        for entry in batched["logprobs"]["content"]
+    ]
+    np.testing.assert_allclose(in_file, numbers, rtol=1e-5)
+    for (sampled, *top), token, by_id in zip(
+        numbers, answer.token_ids, answer.logprobs, strict=True
+    ):
+        assert len(top) == 25
+        assert top[-1] == -9999.0  # not in the top half
+        # Logits, since probabilities of the likeliest would be below 0.
+        assert top[0] > 0
+        np.testing.assert_allclose(sampled, by_id[token].logprob, rtol=1e-5)

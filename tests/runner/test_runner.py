@@ -264,13 +264,17 @@ def test_nothing_is_compiled_after_warm_up(runner, generate, caplog):
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9, "top_k": 7},
         {"temperature": 1.2, "min_p": 0.1},
+        {"temperature": 0, "logprobs": 20},
+        {"temperature": 1.2, "prompt_logprobs": 3},
+        {"temperature": 0, "frequency_penalty": 0.5, "logit_bias": {3: 2.0}},
+        {"temperature": 1.0, "allowed_token_ids": tuple(range(0, VOCAB, 2))},
     ]
     for depth, num_requests, budget in itertools.product((1, 2), (1, 3, 11), (8, 32)):
         requests = {
             str(i): (
                 rng.integers(0, VOCAB, rng.integers(1, 60)).tolist(),
                 SamplingParams(
-                    **kinds[rng.integers(4)], seed=i, max_tokens=int(rng.integers(1, 20))
+                    **kinds[rng.integers(len(kinds))], seed=i, max_tokens=int(rng.integers(1, 20))
                 ),
             )
             for i in range(num_requests)

@@ -1,0 +1,101 @@
+"""How many log probabilities a request may ask for, and which numbers may come."""
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.frontend import Frontend
+from jaxserve.openai import chat, completions, responses
+from jaxserve.openai.logprobs import finite
+from jaxserve.openai.protocol import ChatRequest, CompletionRequest, decode
+from jaxserve.openai.responses_protocol import ResponsesRequest
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing.scripted_engine import READY
+from jaxserve.testing.scripted_frontend import scripted_frontend
+
+VOCAB = READY.vocab_size
+
+
+def frontend(max_logprobs: int) -> Frontend:
+    ready = msgspec.structs.replace(READY, max_logprobs=max_logprobs)
+    return scripted_frontend([33, 34], ready=ready)
+
+
+async def complete(frontend: Frontend, **body: Any) -> dict[str, Any]:
+    request = decode(json.dumps({"prompt": "hello", **body}).encode(), CompletionRequest)
+    reply = await completions.complete(await completions.prepare(frontend, request))
+    return json.loads(msgspec.json.encode(reply))["choices"][0]
+
+
+async def ask(frontend: Frontend, **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "hello"}]
+    request = decode(json.dumps({"messages": messages, **body}).encode(), ChatRequest)
+    reply = await chat.complete(await chat.prepare(frontend, request))
+    return json.loads(msgspec.json.encode(reply))["choices"][0]
+
+
+@pytest.mark.parametrize("most", [0, 3, 60])
+async def test_up_to_the_limit_and_no_further(most: int) -> None:
+    server = frontend(most)
+    body = {"logprobs": most, "prompt_logprobs": most, "echo": True}
+    assert (await complete(server, **body))["logprobs"] is not None
+    entries = (await ask(server, logprobs=True, top_logprobs=most))["logprobs"]["content"]
+    assert {len(entry["top_logprobs"]) for entry in entries} == {most}
+    for too_many in (most + 1, -1, 10**6):
+        for make, field, more in [
+            (complete, "logprobs", {}),
+            (complete, "logprobs", {"echo": True}),
+            (complete, "prompt_logprobs", {}),
+            (ask, "top_logprobs", {"logprobs": True}),
+            (ask, "prompt_logprobs", {}),
+        ]:
+            with pytest.raises(InvalidRequestError) as caught:
+                await make(server, **{field: too_many, **more})
+            assert caught.value.param == field
+            assert caught.value.message.startswith(f"{field} must be between 0 and {most} ")
+            assert "--max-logprobs" in caught.value.message
+
+
+async def test_responses_name_their_own_field() -> None:
+    request = decode(b'{"input": "hello", "top_logprobs": 4}', ResponsesRequest)
+    with pytest.raises(
+        InvalidRequestError, match="top_logprobs must be between 0 and 3 "
+    ) as caught:
+        await responses.prepare(frontend(3), request)
+    assert caught.value.param == "top_logprobs"
+
+
+async def test_programs_that_bring_their_own_parameters_have_the_same_limit() -> None:
+    server = frontend(3)
+    with pytest.raises(InvalidRequestError, match="--max-logprobs"):
+        server.generate([1, 2], SamplingParams(logprobs=4))
+
+
+async def test_minus_one_is_the_whole_vocabulary() -> None:
+    server = frontend(VOCAB)
+    choice = await complete(server, logprobs=-1, return_tokens_as_token_ids=True)
+    assert {len(top) for top in choice["logprobs"]["top_logprobs"]} == {VOCAB}
+    choice = await complete(server, prompt=[5, 6, 7], prompt_logprobs=-1)
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert {len(entry) for entry in others} == {VOCAB}
+    choice = await ask(server, logprobs=True, top_logprobs=-1)
+    assert {len(e["top_logprobs"]) for e in choice["logprobs"]["content"]} == {VOCAB}
+    # An echoed prompt has as many as are asked for in either place, of which each shows its own.
+    await complete(server, logprobs=2, prompt_logprobs=-1, echo=True)
+    assert server.engine.submitted[-1].params.prompt_logprobs == VOCAB  # type: ignore[attr-defined]
+    asked = [submit.params.logprobs for submit in server.engine.submitted]  # type: ignore[attr-defined]
+    assert asked == [VOCAB, None, VOCAB, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(-0.5, -0.5), (12000.0, 12000.0), (-9999.5, -9999.0), (-math.inf, -9999.0),
+     (math.inf, 9999.0), (math.nan, -9999.0)],
+)  # fmt: skip
+def test_json_has_all_numbers_that_are_shown(value: float, shown: float) -> None:
+    assert finite(value) == shown

@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import os
 import sys
 import threading
 import typing
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.built import BuiltEngine
+from jaxserve.engine.launcher import memory_settings
 from jaxserve.engine.process import load_factory
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
 from jaxserve.frontend import Frontend
@@ -43,7 +47,12 @@ Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Encoded: TypeAlias = tuple[str | None, list[int]]
 """A prompt's text, if it was one, and its tokens."""
 
+logger = logging.getLogger(__name__)
+
 FACTORY = "jaxserve.engine.factory:build"
+
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+"""Is there where a GPU may be."""
 
 
 class LLM:
@@ -51,6 +60,9 @@ class LLM:
 
     Its methods may be called from any thread; calls at the same time share the engine. An interrupt
     (Ctrl-C) ends a call and leaves the engine as good as new.
+
+    Unless ``XLA_CLIENT_MEM_FRACTION`` is set it sets it, so that jax takes as much of a GPU as
+    ``memory_fraction`` needs. jax looks at it once, so make the `LLM` before jax is used.
 
     Args:
       model: as ``--model``; None: the default model.
@@ -80,6 +92,7 @@ class LLM:
                 "data_parallel_size must be 1 for LLM, which runs one engine in this process; got "
                 f"{config.parallel.data_parallel_size}"
             )
+        ask_for_memory(config, os.environ)
         served = ServedModel.open(config.model)
         build = load_factory(factory)
         on_progress = ProgressLines() if show_progress else _ignore
@@ -274,6 +287,19 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     if rest:
         raise ConfigError(f"there is no setting {', '.join(rest)}; there are {', '.join(known)}")
     return EngineConfig(**groups)
+
+
+def ask_for_memory(config: EngineConfig, environment: MutableMapping[str, str]) -> None:
+    """Sets how much of a GPU jax is to take, with a warning if it may have taken it already."""
+    settings = memory_settings(config.cache, environment)
+    environment.update(settings)
+    if settings and "jax" in sys.modules and NVIDIA_DRIVER.exists():
+        wanted = ", ".join(f"{name}={value}" for name, value in settings.items())
+        logger.warning(
+            "jax was imported before; if it has been used, it keeps its own part of a GPU, whatever "
+            "memory_fraction says: make the LLM before that, or set %s in the environment",
+            wanted,
+        )
 
 
 def _ignore(progress: Progress) -> None:

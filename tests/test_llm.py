@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxserve import llm as llm_module
+from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError
-from jaxserve.llm import LLM, engine_config
+from jaxserve.llm import LLM, ask_for_memory, engine_config
 from jaxserve.llm_outputs import as_prompts
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
@@ -254,3 +257,35 @@ def test_bad_models_and_settings_are_refused(front_checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="policy"):
         make(front_checkpoint, policy="fastest")
     assert ended(set(threading.enumerate()) - before)
+
+
+MEMORY = "XLA_CLIENT_MEM_FRACTION"
+
+
+def test_jax_is_told_how_much_of_a_gpu_to_take(front_checkpoint: Path, monkeypatch) -> None:
+    monkeypatch.setenv(MEMORY, "")
+    monkeypatch.delenv(MEMORY)
+    make(front_checkpoint, memory_fraction=0.6).close()
+    assert os.environ[MEMORY] == "0.800"
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_gpu", "has_jax", "warns"),
+    [
+        ({}, True, True, True),
+        ({}, True, False, False),
+        ({}, False, True, False),
+        ({MEMORY: "0.5"}, True, True, False),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, True, True, False),
+    ],
+)
+def test_who_is_too_late_to_tell_it_is_warned(
+    tmp_path, monkeypatch, caplog, environment, has_gpu, has_jax, warns
+) -> None:
+    monkeypatch.setattr(llm_module, "NVIDIA_DRIVER", tmp_path if has_gpu else tmp_path / "none")
+    modules = {**sys.modules, "jax": None} if has_jax else {"sys": sys}
+    monkeypatch.setattr(sys, "modules", modules)
+    given = dict(environment)
+    ask_for_memory(EngineConfig(), environment)
+    assert environment == (given or {MEMORY: "0.950"})
+    assert [MEMORY in record.getMessage() for record in caplog.records] == [True] * warns

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import CacheConfig, EngineConfig
 from jaxserve.errors import ConfigError
 
 FAILED_EXIT_CODE = 1
@@ -133,7 +133,7 @@ def child_environment(
     xla_flags = " ".join([*XLA_FLAGS, inherited.get("XLA_FLAGS", "")]).strip()
     return {
         **ENVIRONMENT,
-        **_memory(launch, inherited),
+        **memory_settings(launch.config.cache, inherited),
         **inherited,
         **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
         **_own_device(launch, inherited),
@@ -141,12 +141,15 @@ def child_environment(
     }
 
 
-def _memory(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
-    """How much of a GPU jax takes, which by itself is three quarters; it refuses both names."""
+def memory_settings(cache: CacheConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Variables that tell jax how much of a GPU to take, which by itself is three quarters.
+
+    None if the environment ``inherited`` says so already; jax refuses both of its names.
+    """
     names = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
     if names & inherited.keys():
         return {}
-    return {"XLA_CLIENT_MEM_FRACTION": f"{launch.config.cache.pool_fraction:.3f}"}
+    return {"XLA_CLIENT_MEM_FRACTION": f"{cache.pool_fraction:.3f}"}
 
 
 def _own_device(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -296,8 +296,8 @@ def ask_for_memory(config: EngineConfig, environment: MutableMapping[str, str]) 
     if settings and "jax" in sys.modules and NVIDIA_DRIVER.exists():
         wanted = ", ".join(f"{name}={value}" for name, value in settings.items())
         logger.warning(
-            "jax was imported before; if it has been used, it keeps its own part of a GPU, whatever "
-            "memory_fraction says: make the LLM before that, or set %s in the environment",
+            "jax was imported before; if it has been used, it keeps its own part of a GPU, "
+            "whatever memory_fraction says: make the LLM before that, or set %s in the environment",
             wanted,
         )
 

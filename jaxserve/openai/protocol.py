@@ -181,7 +181,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """One entry a token, by id; the first is null."""
 
 
-class CompletionChoice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct, gc=False):
     """One answer, or in a stream the next piece of it. The last fields are there if asked for."""
 
     index: int
@@ -194,7 +194,7 @@ class CompletionChoice(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Completion(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """Reply of POST /v1/completions, and each chunk of its stream."""
 
     id: str
@@ -317,7 +317,7 @@ class ChatChunkChoice(msgspec.Struct, gc=False):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ChatChunk(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One event of the stream of POST /v1/chat/completions."""
 
     id: str

@@ -226,9 +226,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a JSON object: {error}") from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a JSON object: {error!s:.200}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
 
 
 def _token_text(value: Any) -> str | None:
@@ -241,10 +244,18 @@ def _token_text(value: Any) -> str | None:
 def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is not UTF-8: {error}") from error
     template = config.get("chat_template") or _read_json(folder / "chat_template.json").get(
         "chat_template"
     )
     if isinstance(template, list):  # several named ones
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f"the chat template in {folder} must be a text, got {template!r:.100}"
+        )
     return template

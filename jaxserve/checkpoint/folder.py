@@ -16,6 +16,7 @@ from jaxserve.tokenizer import Tokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_NAME_CHARS = 200
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -40,10 +41,11 @@ class FolderCheckpoint:
         self.config = read_json(path / "config.json")
         quantization = self.config.get("quantization_config")
         if quantization:
-            method = quantization.get("quant_method", "unknown")
+            is_described = isinstance(quantization, dict)
+            method = quantization.get("quant_method") if is_described else quantization
             raise UnsupportedModelError(
-                f"{path} is quantised with {method}, which is not supported; use the checkpoint "
-                "that it was made from, or a GGUF file"
+                f"{path} is quantised with {method!s:.100}, which is not supported; use the "
+                "checkpoint that it was made from, or a GGUF file"
             )
         generation_config = path / "generation_config.json"
         self.generation_config = read_json(generation_config) if generation_config.exists() else {}
@@ -75,8 +77,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is not a model: it has no {path.name}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error!s:.200}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
     return content
@@ -101,8 +103,11 @@ def _open_indexed(folder: Path) -> list[tuple[SafetensorsFile, list[str]]]:
         raise CheckpointError(f"{index} names no tensors: expected a weight_map of tensor to file")
     wanted: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or not file or Path(file).name != file:
-            raise CheckpointError(f"{index}: tensor {tensor} is in {file!r}, not a plain file name")
+        is_name = isinstance(file, str) and 0 < len(file) <= MAX_NAME_CHARS
+        if not is_name or Path(file).name != file:
+            raise CheckpointError(
+                f"{index}: tensor {tensor:.100} is in {file!r:.100}, not a plain file name"
+            )
         wanted.setdefault(file, set()).add(tensor)
     missing = [file for file in sorted(wanted) if not (folder / file).is_file()]
     if missing:
@@ -146,4 +151,5 @@ def _single_file(folder: Path) -> Path:
 def _some(names: list[str], limit: int = 5) -> str:
     """The names, or the first few of many."""
     rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+    shown = ", ".join(f"{name:.100}" for name in names[:limit])
+    return shown + (f" and {rest} more" if rest > 0 else "")

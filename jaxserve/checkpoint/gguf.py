@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from jaxserve.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from jaxserve.checkpoint.gguf_tokenizer import build_tokenizer
 from jaxserve.errors import CheckpointError
 from jaxserve.tokenizer import Tokenizer
+
+METADATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 _QUANTIZATION_SUFFIX = re.compile(
     r"[.-]((I?Q|TQ)\d\w*|F16|F32|BF16|FP16|FP32|MXFP4\w*)$", re.IGNORECASE
@@ -38,14 +41,18 @@ class GGUFCheckpoint:
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.path = path
         self.name = name or served_name(path)
-        file = GGUFFile(path)
+        self._file = GGUFFile(path)
+        with self._understanding():
+            self._read_metadata()
+
+    def _read_metadata(self) -> None:
+        path, file = self.path, self._file
         metadata = file.metadata
         if metadata.get("split.count", 1) > 1:
             raise CheckpointError(
                 f"{path} is one of {metadata['split.count']} parts; join them first with "
                 "`llama-gguf-split --merge`"
             )
-        self._file = file
         self._architecture = gguf_config.architecture(metadata)
         embedding = file.tensors.get("token_embd.weight")
         if embedding is None:
@@ -84,12 +91,25 @@ class GGUFCheckpoint:
 
     def tokenizer(self) -> Tokenizer:
         """Builds the tokenizer that the metadata describes."""
-        return build_tokenizer(self._file.metadata)
+        with self._understanding():
+            return build_tokenizer(self._file.metadata)
+
+    @contextlib.contextmanager
+    def _understanding(self) -> Iterator[None]:
+        """Metadata can have any type and value; what follows from them fails in as many ways."""
+        try:
+            yield
+        except METADATA_ERRORS as error:
+            raise CheckpointError(
+                f"{self.path} is damaged: its metadata do not fit together "
+                f"({type(error).__name__}: {error!s:.200})"
+            ) from error
 
     def _array(self, tensor: GGUFTensor) -> np.ndarray:
         rows = self._file.read(tensor)
         if self._architecture.rotates_pairs and (num_heads := self._rotated_heads(tensor.name)):
-            rows = _pairs_to_halves(rows, tensor, num_heads)
+            with self._understanding():
+                rows = _pairs_to_halves(rows, tensor, num_heads)
         try:
             return dequantize(rows, tensor.type).reshape(tensor.shape)
         except NotImplementedError as error:

@@ -140,12 +140,15 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
     ids = {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in SPECIAL_TOKENS.items()}
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"the chat template must be a text, got {template!r:.100}")
     return Tokenizer(
         backend,
         special_tokens={
-            name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)
+            name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)
         },
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template,
         add_bos=metadata.get("tokenizer.ggml.add_bos_token", adds_bos),
     )
 

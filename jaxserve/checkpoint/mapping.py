@@ -155,9 +155,11 @@ def assemble(
         if name not in missing[target]:
             raise CheckpointError(f"the checkpoint has {name} more than once")
         missing[target].remove(name)
+        value = _checked(name, tensor, slots[name])  # before there is memory for it
         if target not in buffers:
             buffers[target] = _empty(targets[target].shape, dtype)
-        num_bytes = _copy(name, tensor, slots[name], buffers[target])
+        buffers[target][slots[name].index] = value
+        num_bytes = value.size * dtype.itemsize
         # Nothing here may hold on to a complete parameter: it is about to be moved to the device.
         yield Placed(target, num_bytes, None if missing[target] else buffers.pop(target))
     never = [name for names in missing.values() for name in names]
@@ -165,8 +167,8 @@ def assemble(
         raise CheckpointError(f"the checkpoint lacks {some(sorted(never))}")
 
 
-def _copy(name: str, tensor: np.ndarray, slot: Slot, buffer: np.ndarray) -> int:
-    """Sets a part of a buffer, and returns its bytes."""
+def _checked(name: str, tensor: np.ndarray, slot: Slot) -> np.ndarray:
+    """A tensor as its parameter has it."""
     value = slot.transform(tensor)
     if value.shape != slot.shape:
         how = "" if slot.transform is unchanged else f" after {slot.transform.__name__}"
@@ -176,8 +178,7 @@ def _copy(name: str, tensor: np.ndarray, slot: Slot, buffer: np.ndarray) -> int:
             f"{name} is of type {value.dtype}: weights that are quantised in this way are not "
             "supported; use a float checkpoint, or GGUF"
         )
-    buffer[slot.index] = value
-    return value.size * buffer.itemsize
+    return value
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -8,6 +8,7 @@ should be explained.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import numpy as np
 from jaxserve.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 8
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -80,9 +82,14 @@ class SafetensorsFile:
                 f"{path} is cut short: its header promises {end} bytes, the file has {file_bytes}; "
                 "copy or download it again"
             )
-        self.entries = {
-            entry.name: entry for entry in sorted(entries, key=lambda entry: entry.offset)
-        }
+        entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
+        for entry, following in itertools.pairwise(entries):
+            if entry.offset + entry.num_bytes > following.offset:
+                raise CheckpointError(
+                    f"{path} has a damaged header: tensors {entry.name:.100} and "
+                    f"{following.name:.100} overlap"
+                )
+        self.entries = {entry.name: entry for entry in entries}
 
     def read(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the named tensors as read-only views of the mapped file."""
@@ -111,35 +118,46 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
                 f"{min(MAX_HEADER_BYTES, max(file_bytes - 8, 0))} bytes, it says {length}"
             )
         try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
+            header = json.loads(file.read(length), object_pairs_hook=_without_repetitions)
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"{path} has a damaged header ({error}); copy or download it again"
+                f"{path} has a damaged header ({error!s:.200}); copy or download it again"
             ) from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} has a damaged header: expected a JSON object")
     return header, 8 + length
 
 
+def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
 def _parse_entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
     try:
         dtype_name, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
-        if not all(isinstance(x, int) and x >= 0 for x in [*shape, begin, end]):
+        if not isinstance(dtype_name, str) or not isinstance(shape, list):
+            raise ValueError("expected a name and a list")
+        if not all(type(x) is int and x >= 0 for x in [*shape, begin, end]):
             raise ValueError("expected whole numbers")
+        if len(shape) > MAX_DIMENSIONS:
+            raise ValueError("expected fewer dimensions")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} has a damaged header: the entry of tensor {name} is {info}"
+            f"{path} has a damaged header: the entry of tensor {name:.100} is {info!r:.200}"
         ) from error
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
         raise CheckpointError(
-            f"{path}: tensor {name} has dtype {dtype_name}, which is not supported; expected "
-            f"one of {', '.join(DTYPES)} (use a checkpoint that is not quantised)"
+            f"{path}: tensor {name:.100} has dtype {dtype_name:.100}, which is not supported; "
+            f"expected one of {', '.join(DTYPES)} (use a checkpoint that is not quantised)"
         )
     entry = TensorEntry(name, dtype, tuple(shape), data_start + begin)
-    if end - begin != entry.num_bytes:
+    if end - begin != entry.num_bytes or max(shape, default=0) > np.iinfo(np.intp).max:
         raise CheckpointError(
-            f"{path} has a damaged header: tensor {name} of {dtype_name} {shape} needs "
+            f"{path} has a damaged header: tensor {name:.100} of {dtype_name} {shape} needs "
             f"{entry.num_bytes} bytes, it has {end - begin}"
         )
     return entry

@@ -15,6 +15,10 @@ from jaxserve.models.registry import model_class
 from jaxserve.ops import rope
 from jaxserve.ops.activation import ACTIVATIONS
 
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1
+"""What is beyond is damage, not a model."""
+
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 NULL_HAS_A_MEANING = ("sliding_window", "head_dim")
@@ -65,6 +69,16 @@ class ModelSpec:
           UnsupportedModelError: the architecture or a variant of it is not implemented.
           CheckpointError: a key is missing, or sizes do not fit together.
         """
+        try:
+            return ModelSpec._read(config)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # Values can be of any type, and what is made of them fails in as many ways.
+            raise CheckpointError(
+                f"config.json cannot be understood ({type(error).__name__}: {error!s:.200})"
+            ) from error
+
+    @staticmethod
+    def _read(config: Mapping[str, Any]) -> ModelSpec:
         architecture = _architecture(config)
         family = model_class(architecture)
         given = {
@@ -153,7 +167,12 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     if value is None:
         raise CheckpointError(f"config.json has no {key}")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{key} in config.json must be a whole number above 0, got {value!r}")
+        raise CheckpointError(
+            f"{key} in config.json must be a whole number above 0, got {value!r:.100}"
+        )
+    most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+    if value > most:
+        raise CheckpointError(f"{key} in config.json must be at most {most}, got {value}")
     return value
 
 

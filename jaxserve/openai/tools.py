@@ -93,7 +93,7 @@ def make_parser(frontend: Frontend, use: ToolUse, prompt: str) -> MessageParser 
         reasoning = reasoning_parser(frontend.reasoning_parser, prompt=prompt[-PROMPT_TAIL:])
     if use.is_enforced:
         read = json_array_calls if use.name is None else named_call(use.name)
-        calls = Parser(read, tools=use.parameters)
+        calls = Parser(read, tools=use.parameters, calls_only=True)
     elif use.choice == "auto":
         assert frontend.tool_call_parser is not None
         calls = tool_parser(frontend.tool_call_parser, use.parameters)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.parsing.event_writer import EventWriter
-from jaxserve.parsing.events import Event
+from jaxserve.parsing.events import ContentDelta, Event
 from jaxserve.parsing.scanner import Scanner, Steps
 
 Format = Callable[[Scanner], Steps[None]]
@@ -20,11 +20,17 @@ class Parser:
       format: the form that the text is in.
       tools: the names that can be called -> JSON schemas of their parameters; text that would call
         another is content. None: any name can be called.
+      calls_only: there is no content: what is no call is the beginning of one that was cut off.
     """
 
     def __init__(
-        self, format: Format, *, tools: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        format: Format,
+        *,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        calls_only: bool = False,
     ) -> None:
+        self._calls_only = calls_only
         self._out = EventWriter(tools)
         self._scan = Scanner(self._out)
         self._steps = _read(format, self._scan)
@@ -47,19 +53,21 @@ class Parser:
     def push(self, text: str) -> list[Event]:
         """The events that the next piece of text makes certain. Not to be called after `finish`."""
         self._scan.feed(text)
-        self._run()
-        return self._out.take()
+        return self._run()
 
     def finish(self) -> list[Event]:
         """The events of text that was held back until now: the answer has ended."""
         self._scan.close()
-        self._run()
-        return self._out.take()
+        return self._run()
 
-    def _run(self) -> None:
+    def _run(self) -> list[Event]:
         next(self._steps, None)
         if self._scan.passes_arguments:
             self._scan.pass_arguments()
+        events = self._out.take()
+        if self._calls_only:
+            return [event for event in events if not isinstance(event, ContentDelta)]
+        return events
 
 
 def _read(format: Format, scan: Scanner) -> Steps[None]:

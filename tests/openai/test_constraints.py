@@ -199,6 +199,19 @@ async def test_a_function_can_be_named() -> None:
     assert cut.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("tokens_per_output", [1, 100])
+async def test_the_beginning_of_a_call_that_is_cut_off_is_no_content(tokens_per_output) -> None:
+    whole = '[{"name": "f", "parameters": {"a": 1}}'
+    body = {"tools": TOOLS, "tool_choice": "required"}
+    for text, num_calls in (("[", 0), ('[{"name"', 0), (whole, 1), (whole + ', {"name": "g"', 1)):
+        frontend = make(text, tokens_per_output=tokens_per_output)
+        cut = {"max_tokens": len(frontend.tokenizer.encode(text))}
+        (choice,) = (await ask(frontend, body | cut)).choices
+        assert choice.finish_reason == "length"
+        assert not choice.message.content
+        assert len(choice.message.tool_calls or ()) == num_calls
+
+
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
 

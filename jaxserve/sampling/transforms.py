@@ -109,8 +109,7 @@ def keep_top_p(logits: jax.Array, tokens: jax.Array, rows: SamplingRows) -> jax.
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
     least = smallest_of_mass(logits, weights, rows.top_p * weights.sum(-1))
     drawn = jnp.take_along_axis(logits, tokens[:, None], 1)[:, 0]
-    is_off = (rows.top_p >= 1) | (rows.temperature == 0)
-    least = jnp.where(is_off, -jnp.inf, jnp.minimum(least, drawn))
+    least = jnp.where(rows.top_p < 1, jnp.minimum(least, drawn), -jnp.inf)
     return jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
 

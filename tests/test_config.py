@@ -11,6 +11,7 @@ from jaxserve.config import (
     CacheConfig,
     Device,
     EngineConfig,
+    LogprobsConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -148,3 +149,10 @@ def test_what_is_settled_always_fits() -> None:
         assert (result.num_blocks - 1) * block_size * token_bytes <= free
         assert 1 <= result.max_model_len <= context
         assert result.max_model_len <= (result.num_blocks - 1) * block_size
+
+
+def test_the_whole_vocabulary_is_a_limit_of_log_probabilities() -> None:
+    limits = [LogprobsConfig(max_logprobs=most).limit(300) for most in (-1, 0, 20, 1000)]
+    assert limits == [300, 0, 20, 1000]
+    with pytest.raises(ConfigError, match="--max-logprobs must be at least 0, or -1 .* got -2"):
+        LogprobsConfig(max_logprobs=-2)

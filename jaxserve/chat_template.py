@@ -2,13 +2,16 @@
 
 The language is the one that transformers gives them: the sandbox, loop controls, the helpers
 ``raise_exception``, ``strftime_now``, ``tojson``, and the ``generation`` tag, which marks text of
-the assistant and changes nothing here. What a template may do is limited in text and in loop turns.
+the assistant and changes nothing here. What a template may do is limited in text, in loop turns and
+calls, and in time, which is looked at between its steps: a single step, such as padding a text to a
+thousand million characters, has no limit. A template comes with the model, and never from a client.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -21,6 +24,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from jaxserve import template_content
 from jaxserve.errors import InvalidRequestError
@@ -29,7 +33,13 @@ MAX_OUTPUT_CHARS = 16_000_000
 """Longest text that a template may make, as a whole or by repeating."""
 
 MAX_LOOP_TURNS = 2_000_000
-"""Turns of all loops of one rendering together."""
+"""Turns of all loops of one rendering together, and calls."""
+
+MAX_RENDER_TIME_S = 5.0
+"""Processor time of one rendering."""
+
+TURNS_PER_LOOK = 64
+"""How often the time is looked at."""
 
 MAX_POWER_BITS = 100_000
 """Size of the largest power of integers."""
@@ -37,6 +47,7 @@ MAX_POWER_BITS = 100_000
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 _TURNS = "_loop_turns"
+_CONCAT = "_concat"
 
 
 def render_chat(
@@ -126,6 +137,8 @@ def _compile(template: str) -> tuple[jinja2.Template, bool]:
     )
     environment.filters["tojson"] = _tojson
     environment.filters[_TURNS] = _count_turns
+    environment.filters[_CONCAT] = _concat
+    del environment.globals["lipsum"]
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _Namespace
@@ -136,31 +149,63 @@ def _compile(template: str) -> tuple[jinja2.Template, bool]:
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, with limits on what a template can make out of little."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, _TURNS, [], [], None, None, lineno=loop.lineno)
-        return tree
+        return _Concats().visit(tree)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
             for sequence, count in ((left, right), (right, left)):
                 if isinstance(sequence, str | list | tuple) and isinstance(count, int):
                     _check_length(len(sequence) * count)
+        elif operator == "+":
+            if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+                _check_length(len(left) + len(right))
         elif isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right
             if bits > MAX_POWER_BITS:
                 raise SecurityError(f"a number has more than {MAX_POWER_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
+    # Positional, as a template may name its own arguments as it likes.
+    def call(__self, __context: Context, __called: Any, *args: Any, **named: Any) -> Any:
+        """Calls a function, macro or method for a template."""
+        __context.parent[_TURNS].take()
+        return super().call(__context, __called, *args, **named)
+
+
+class _Concats(NodeTransformer):
+    """Makes a filter, which has a limit, of each ``~``."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        parts = nodes.List([self.visit(part) for part in node.nodes], lineno=node.lineno)
+        return nodes.Filter(parts, _CONCAT, [], [], None, None, lineno=node.lineno)
+
+
+def _concat(parts: list[Any]) -> str:
+    texts = list(map(str, parts))
+    _check_length(sum(map(len, texts)))
+    return "".join(texts)
+
 
 class _Turns:
-    """Loop turns left in one rendering."""
+    """Loop turns and time left in one rendering."""
 
     def __init__(self) -> None:
-        self.left = MAX_LOOP_TURNS
+        self._left = MAX_LOOP_TURNS
+        self._end = time.thread_time() + MAX_RENDER_TIME_S
+
+    def take(self) -> None:
+        """Takes one of them. Raises SecurityError if there is none."""
+        self._left -= 1
+        if self._left < 0:
+            raise SecurityError(f"it looped more than {MAX_LOOP_TURNS} times")
+        if self._left % TURNS_PER_LOOK == 0 and time.thread_time() > self._end:
+            raise SecurityError(f"it took more than {MAX_RENDER_TIME_S:g} s")
 
 
 @jinja2.pass_context
@@ -173,9 +218,7 @@ def _count_turns(context: Context, items: Any) -> Any:
 
 def _counted(items: Iterable[Any], turns: _Turns) -> Iterator[Any]:
     for item in items:
-        turns.left -= 1
-        if turns.left < 0:
-            raise SecurityError(f"it looped more than {MAX_LOOP_TURNS} times")
+        turns.take()
         yield item
 
 

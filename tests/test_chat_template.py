@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve import chat_template
 from jaxserve.chat_template import render_chat
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.errors import InvalidRequestError
@@ -241,6 +242,11 @@ def test_the_sandbox_holds(template: str) -> None:
         render(template)
 
 
+DOUBLED = (
+    "{%% set ns = namespace(x='a') %%}{%% for i in range(40) %%}{%% set ns.x = %s %%}{%% endfor %%}"
+)
+
+
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [
@@ -254,11 +260,31 @@ def test_the_sandbox_holds(template: str) -> None:
         ("{{ ([0] * 10**9)|length }}", "more than 16000000 characters"),
         ("{% for i in range(20) %}{{ 'a' * 10**6 }}{% endfor %}", "more than 16000000"),
         ("{{ 10**1000**1000 }}", "more than 100000 bits"),
+        (DOUBLED % "ns.x + ns.x", "more than 16000000 characters"),
+        (DOUBLED % "ns.x ~ '' ~ ns.x", "more than 16000000 characters"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+            "{{ f(60) }}",
+            "took more than|looped more than",
+        ),
+        ("{% for i in range(99999) %}{% set x = 'a' * 15000000 %}{% endfor %}", "took more than"),
+        ("{{ lipsum(n=100000000) }}", "'lipsum' is undefined"),
     ],
 )
-def test_limits(template: str, complaint: str) -> None:
+def test_limits(monkeypatch, template: str, complaint: str) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDER_TIME_S", 0.5)
     with pytest.raises(InvalidRequestError, match=complaint):
         render(template)
+
+
+def test_texts_are_joined_as_they_were() -> None:
+    template = "{{ 'a' ~ 1 ~ none ~ messages[0].role ~ [1.5] }}{{ [1] + [2] }}{{ (1 + 2) ~ 'x' }}"
+    assert render(template, CHAT[:1]) == reference(template, CHAT[:1], add_generation_prompt=True)
+
+
+def test_names_of_arguments_are_free() -> None:
+    template = "{% macro f(called, context, self) %}{{ called }}{{ context }}{% endmacro %}"
+    assert render(template + "{{ f(called=1, context=2) }}") == "12"
 
 
 def test_limits_are_of_one_rendering() -> None:

@@ -39,6 +39,9 @@ class ModelConfig:
     max_model_len: int | None = setting(
         None, "context length in tokens; unset: the model's, or what fits in memory"
     )
+    weights_cache: str = setting(
+        "", "folder to keep converted weights in, for later starts; empty: none are kept"
+    )
     generation_config: Literal["auto", "none"] = setting(
         "auto", "take sampling defaults from the model's generation_config.json, or not"
     )

@@ -25,6 +25,7 @@ HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch", "transformers"}
 # The modules and packages of jaxserve that may use jax. All others are host-only: the front process
 # and the scheduler's tests may import them.
 DEVICE = (
+    "jaxserve.checkpoint.orbax_cache",
     "jaxserve.engine.factory",
     "jaxserve.models",
     "jaxserve.ops",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
+import jax
 from flax import nnx
 
 from jaxserve.checkpoint.checkpoint import Checkpoint
@@ -26,7 +28,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.grammars import GrammarCompiler
 from jaxserve.engine.phase import Phase
 from jaxserve.messages import Progress, Ready
-from jaxserve.models.loading import load_params
+from jaxserve.models.loading import abstract_params, load_params
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
 from jaxserve.runner import kv_cache
@@ -74,7 +76,9 @@ def build(
     loop, why_loop = _layer_loop(config.compile.layer_loop, spec, device)
 
     with phase("load weights", "bytes") as loading:
-        graphdef, params = _load(checkpoint, spec, dtype=dtype, loop=loop, phase=loading)
+        graphdef, params, source = _load(
+            config.model.weights_cache, checkpoint, spec, dtype=dtype, loop=loop, phase=loading
+        )
     with phase("allocate KV cache", "bytes") as allocating:
         sizes, kv = _allocate(config, spec, cache_dtype, allocating)
     runner = ModelRunner(
@@ -96,6 +100,7 @@ def build(
         dtype_decision or Decision("dtype", dtype, "as asked"),
         Decision("attention", backend.name, why_backend),
         Decision("layers", loop, why_loop),
+        *source,
         *sizes.decisions,
         kept,
     ]
@@ -141,12 +146,31 @@ def _layer_loop(
 
 
 def _load(
-    checkpoint: Checkpoint, spec: ModelSpec, *, dtype: str, loop: Any, phase: Phase
-) -> tuple[Any, Any]:
+    cache: str, checkpoint: Checkpoint, spec: ModelSpec, *, dtype: str, loop: Any, phase: Phase
+) -> tuple[Any, Any, list[Decision]]:
+    """The model, its weights, and where they come from if there is a cache."""
+
     def on_bytes(done: int, total: int) -> None:
         phase.update(done, total, f"{done / phase.seconds / 1e9:.2f} GB/s")
 
-    return load_params(checkpoint, spec, dtype=dtype, loop=loop, on_progress=on_bytes)
+    def convert() -> tuple[Any, Any]:
+        return load_params(checkpoint, spec, dtype=dtype, loop=loop, on_progress=on_bytes)
+
+    if not cache:
+        return *convert(), []
+    from jaxserve.checkpoint.orbax_cache import WeightsCache, entry_name  # slow to import
+
+    kept = WeightsCache(Path(cache).expanduser())
+    name = entry_name(checkpoint, dtype=dtype, loop=loop)
+    graphdef, like = abstract_params(spec, dtype=dtype, loop=loop)
+    params = kept.restore(name, like)
+    if params is not None:
+        total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        on_bytes(total, total)
+        return graphdef, params, [Decision("weights", "restored", f"kept in {cache} before")]
+    graphdef, params = convert()
+    kept.save(name, params)
+    return graphdef, params, [Decision("weights", "converted", f"not in {cache} yet")]
 
 
 def _allocate(

@@ -99,6 +99,18 @@ def load_params(
     return graphdef, traverse_util.unflatten_dict(arrays)
 
 
+def abstract_params(
+    spec: ModelSpec, *, dtype: str, loop: Loop
+) -> tuple[nnx.GraphDef[CausalLM], Params]:
+    """What `load_params` returns, with a ShapeDtypeStruct in the place of each array."""
+    model = build_model(spec, loop=loop)
+    shapes = {
+        _path(path): jax.ShapeDtypeStruct(target.shape, jnp.dtype(dtype))
+        for path, target in _targets(model).items()
+    }
+    return nnx.split(model)[0], traverse_util.unflatten_dict(shapes)
+
+
 def _targets(model: CausalLM) -> dict[str, mapping.Target]:
     """Every parameter by path; that of a parameter of all layers has a ``*`` for the layer."""
     is_stacked = isinstance(model.layers, DecoderLayer)

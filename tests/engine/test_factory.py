@@ -131,6 +131,23 @@ def test_a_folder_that_cannot_be_made_is_done_without(config, tmp_path):
     assert why.startswith(f"cannot make {tmp_path}")
 
 
+def test_kept_weights_are_those_that_were_converted(config, tmp_path):
+    cold = CompileConfig(warmup=False, compilation_cache_dir="")
+    model = dataclasses.replace(config.model, weights_cache=str(tmp_path / "weights"))
+    changed = dataclasses.replace(config, compile=cold, model=model)
+    tokens = [generate(build(dataclasses.replace(changed, model=config.model), 0, print), PROMPTS)]
+    sources = []
+    for _ in range(2):
+        reports: list[Progress] = []
+        built = build(changed, 0, reports.append)
+        sources += [value for what, value, _ in built.ready.decisions if what == "weights"]
+        (loaded,) = [r for r in reports if r.phase == "load weights" and r.seconds is not None]
+        assert loaded.done == loaded.total > 0
+        tokens.append(generate(built, PROMPTS))
+    assert sources == ["converted", "restored"]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
 def test_impossible_settings_are_refused(config):
     too_long = dataclasses.replace(config.model, max_model_len=100_000)
     with pytest.raises(ConfigError, match="--max-model-len 100000"):

@@ -407,7 +407,9 @@ def test_sizes_beyond_the_weights_take_no_memory(scratch, key) -> None:
     def load():
         checkpoint = open_checkpoint(str(path))
         spec = ModelSpec.from_hf(checkpoint.config)
-        load_params(checkpoint, spec, dtype="float32", loop="scan", on_progress=lambda done, total: None)
+        load_params(
+            checkpoint, spec, dtype="float32", loop="scan", on_progress=lambda done, total: None
+        )
 
     assert refusal(load) is not None
 

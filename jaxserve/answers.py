@@ -67,8 +67,9 @@ class AnswerBuilder:
             default_max_tokens = self._defaults.max_tokens
         base = f"{request_id}-{uuid.uuid4().hex[:12]}"
         answers: list[Answer] = []
-        for prompt_ids in prompts:
-            self._check_prompt(prompt_ids, params.most_tokens, param, length_param)
+        for i, prompt_ids in enumerate(prompts):
+            path = param if len(prompts) == 1 else f"{param}[{i}]"
+            self._check_prompt(prompt_ids, params.most_tokens, path, length_param)
             room = self.max_model_len - len(prompt_ids)
             unasked = room if default_max_tokens is None else min(default_max_tokens, room)
             max_tokens = unasked if params.max_tokens is None else params.max_tokens
@@ -95,10 +96,10 @@ class AnswerBuilder:
         return answers
 
     def _check_prompt(
-        self, prompt_ids: list[int], max_tokens: int | None, param: str, length_param: str
+        self, prompt_ids: list[int], max_tokens: int | None, path: str, length_param: str
     ) -> None:
-        """Raises if a prompt is not one to run."""
-        ready = self._ready
+        """Raises if a prompt, which is at ``path`` in the request, is not one to run."""
+        ready, param = self._ready, path.partition("[")[0]
         try:
             check_length(
                 len(prompt_ids),
@@ -107,10 +108,11 @@ class AnswerBuilder:
                 num_blocks=ready.num_blocks,
                 block_size=ready.block_size,
             )
+            check_ids(prompt_ids, ready.vocab_size, param=path)
         except InvalidRequestError as error:
-            field = param if error.param == "prompt" else length_param
-            raise type(error)(error.message, param=field) from error
-        check_ids(prompt_ids, ready.vocab_size, param=param)
+            which = "" if path in (param, error.param) else f"{path}: "
+            field = length_param if error.param == "max_tokens" else param
+            raise type(error)(which + error.message, param=field) from error
 
     def _params(self, params: SamplingParams, sample: int, max_tokens: int) -> SamplingParams:
         """The parameters of one answer, as the engine expects them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import uuid
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -218,6 +219,7 @@ class HttpProtocol(HttpToolsProtocol):
         body = msgspec.json.encode(make_error(status, message, type=kind).body)
         headers = [
             *self.server_state.default_headers,
+            (b"x-request-id", uuid.uuid4().hex.encode()),
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),

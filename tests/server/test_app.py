@@ -171,7 +171,10 @@ async def test_models_are_listed_under_every_name(call) -> None:
         assert [card["id"] for card in listed["data"]] == ["org/a", "b"]
         assert {card["max_model_len"] for card in listed["data"]} == {256}
         assert (await client.get("/v1/models/org/a")).json() == listed["data"][0]
-        check_error(await client.get("/v1/models/c"), 404, param="model", code="model_not_found")
+        message = check_error(
+            await client.get("/v1/models/c"), 404, param="model", code="model_not_found"
+        )
+        assert message.endswith(f"served here: {', '.join(card['id'] for card in listed['data'])}")
         reply = await client.post("/v1/completions", json=PROMPT | {"model": "b"})
         assert reply.json()["model"] == "b"
 

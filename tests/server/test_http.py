@@ -91,6 +91,7 @@ def error_in(reply: bytes) -> dict[str, object]:
     head, _, body = reply.rpartition(b"\r\n\r\n")
     assert b"content-type: application/json" in head
     assert b"connection: close" in head
+    assert b"x-request-id: " in head
     return json.loads(body)["error"]
 
 

@@ -1,0 +1,257 @@
+"""Work that a request can ask for has a limit, and others are served while it is found out.
+
+CVE-2026-34756, CVE-2024-8939 (fan-out), CVE-2025-48942..44, CVE-2026-25048, CVE-2026-55574
+(grammars), CVE-2026-105757 (errors that reach the engine), CVE-2025-62426, CVE-2026-115911
+(templates), CVE-2025-48956 (headers).
+"""
+
+import asyncio
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jaxserve import chat_template, grammar_checks, grammar_worker, sampling_params, structured
+from jaxserve.config import MIB
+from jaxserve.engine import compiling, grammars
+from jaxserve.openai import constraints, errors, params, prompts, tools
+from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.tiny import tiny_config, write_checkpoint
+from server import http as server_http
+from server.app import create_app
+from server.settings import ApiSettings, ServerSettings
+from server.state import ServerState
+from server.testing import ServerThread, flags
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PROMPT = {"prompt": "hello", "max_tokens": 3}
+
+
+def client_of(frontend, **settings):
+    app = create_app(ServerState(frontend), ApiSettings(**settings))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(PROMPT | {"n": n} for n in (129, 16384, 2**31, 2**63 - 1)),
+        *(PROMPT | {"best_of": n} for n in (2, 2**31)),
+        {"prompt": ["a"] * 2049},
+        {"prompt": [[1]] * 100_000},
+        {"prompt": ["a"] * 1000, "n": 128},
+        *(PROMPT | {"stop": stop} for stop in (["a"] * 65, "x" * 1001)),
+        PROMPT | {"stop_token_ids": [1] * 257},
+        PROMPT | {"logprobs": 21},
+        PROMPT | {"logit_bias": {str(i): 1 for i in range(2**18 + 1)}},
+        PROMPT | {"allowed_token_ids": [1] * (2**18 + 1)},
+        PROMPT | {"bad_words": ["a"] * 1025},
+        PROMPT | {"bad_words": ["a b c d " * 500]},
+        PROMPT | {"guided_choice": ["a"] * 1025},
+        PROMPT | {"guided_regex": "a" * (2**18 + 1)},
+        PROMPT | {"cache_salt": "x" * 1001},
+    ],
+    ids=lambda body: str(body)[:60],
+)
+async def test_nothing_fans_out_beyond_its_limit(body) -> None:
+    frontend = scripted_frontend("hello")
+    async with client_of(frontend) as client:
+        reply = await client.post("/v1/completions", json=body)
+        assert reply.status_code in (400, 429), reply.text
+        assert len(reply.content) < 5000
+        assert frontend.engine.submitted == []
+        assert frontend.num_in_flight == 0
+        assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["tokenize", "messages", "tools", "chat_template", "add_generation_prompt", "documents_", "_x"],
+)
+async def test_variables_for_a_template_override_nothing(field) -> None:
+    frontend = scripted_frontend("hello", chat_template="{% for m in messages %}x{% endfor %}")
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    async with client_of(frontend) as client:
+        expected = (await client.post("/v1/chat/completions", json=body)).json()["usage"]
+        more = {"chat_template_kwargs": {field: [1] * 5}}
+        reply = await client.post("/v1/chat/completions", json=body | more)
+        assert reply.status_code == 400 or reply.json()["usage"] == expected
+        sent = await client.post("/v1/chat/completions", json=body | {"chat_template": "{{ 1 }}"})
+        assert sent.status_code == 400
+
+
+def references(depth, width, keyword):
+    """A schema of a few lines that is width ** depth of them when it is written out."""
+    names = [f"d{i}" for i in range(depth + 1)]
+    defs = {
+        a: {keyword: [{"$ref": f"#/$defs/{b}"}] * width}
+        for a, b in zip(names, names[1:], strict=False)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, names[-1]: {"type": "string"}}}
+
+
+def objects(depth, width):
+    properties = {"type": "string"}
+    defs = {f"d{depth}": properties}
+    for i in range(depth):
+        fields = {f"p{j}": {"$ref": f"#/$defs/d{i + 1}"} for j in range(width)}
+        defs[f"d{i}"] = {"type": "object", "properties": fields}
+    return {"allOf": [{"$ref": "#/$defs/d0"}] * 2, "$defs": defs}
+
+
+def alternatives(width):
+    parts = [
+        {
+            "anyOf": [
+                {"properties": {f"a{i}": {"const": j}}, "required": [f"a{i}"]} for j in range(3)
+            ]
+        }
+        for i in range(width)
+    ]
+    return {"allOf": parts}
+
+
+WORDS = "\n".join(f"a{i}: W{i} start?\nW{i}: /[a-z ]{{1,{i + 1}}}/" for i in range(800))
+BOMBS = {
+    "counted": ("guided_regex", "((a{1,100}){1,100}){1,100}"),
+    "counted more": ("guided_regex", "((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000}"),
+    "letters": ("guided_regex", r"(\\p{L}{1,500}\\p{N}{1,500}){1,500}"),
+    "look-ahead": ("guided_regex", "(.*a.{30}){20}b"),
+    "deep": ("guided_regex", "(" * 100_000),
+    "classes": ("guided_regex", "[" * 100_000),
+    "choices": ("guided_choice", ["x" * 200 + str(i) for i in range(1024)]),
+    "references": ("guided_json", references(60, 2, "anyOf")),
+    "all references": ("guided_json", references(60, 2, "allOf")),
+    "objects": ("guided_json", objects(20, 4)),
+    "alternatives": ("guided_json", alternatives(30)),
+    "itself": ("guided_json", {"allOf": [{"$ref": "#"}, {"$ref": "#"}]}),
+    "multiple": ("guided_json", {"type": "integer", "multipleOf": 8_000_009}),
+    "multiples": (
+        "guided_json",
+        {
+            "properties": {
+                f"p{i}": {"type": "integer", "multipleOf": 300_007 + i} for i in range(40)
+            }
+        },
+    ),
+    "long": ("guided_json", {"type": "string", "minLength": 10**9, "maxLength": 10**18}),
+    "items": ("guided_json", {"type": "array", "minItems": 10**9, "maxItems": 10**18}),
+    "rules": ("guided_grammar", "start: " + "(" * 20_000),
+    "doubled": (
+        "guided_grammar",
+        "start: T0\n" + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(60)) + '\nT60: "a"',
+    ),
+    "ambiguous": ("guided_grammar", "start: s\ns: s s | s s s | /[a-z ]/ |"),
+    "many ways": (
+        "guided_grammar",
+        "start: " + " | ".join(f"a{i}" for i in range(800)) + "\n" + WORDS,
+    ),
+    "hidden": (
+        "guided_grammar",
+        'start: "abc" x\nx: ' + " | ".join(f"a{i}" for i in range(800)) + "\n" + WORDS,
+    ),
+    "ebnf": ("guided_grammar", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
+}
+"""Some are too much, some are just odd: none may be a 5xx, nor hold up anybody else."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = write_checkpoint(tmp_path_factory.mktemp("bombs") / "model", tiny_config())
+    sizes = {"dtype": "float32", "num_blocks": 41, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    server = ServerThread(*flags(model=folder, **sizes, warmup=False))
+    yield server
+    server.close()
+
+
+async def test_others_are_served_while_bombs_are_looked_at(server) -> None:
+    """All at once. Nobody else has to wait for as much as one of them."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+
+        async def send(field, value):
+            body = {"prompt": [5, 6], "max_tokens": 6, field: value}
+            return await client.post("/v1/completions", json=body)
+
+        assert (await send("guided_regex", "a+")).status_code == 200
+        bombs = [asyncio.create_task(send(*bomb)) for bomb in BOMBS.values()]
+        served = 0
+        while not all(bomb.done() for bomb in bombs):
+            reply = await client.post("/v1/completions", json={"prompt": [7], "max_tokens": 2})
+            assert reply.status_code == 200
+            served += 1
+        assert served > 5
+        for name, bomb in zip(BOMBS, bombs, strict=True):
+            reply = bomb.result()
+            # 500 with the grammar's own words: it could be compiled, and not be followed.
+            assert reply.status_code in (200, 400, 500), (name, reply.text)
+            assert "Internal" not in reply.text, name
+        refused = {n for n, b in zip(BOMBS, bombs, strict=True) if b.result().status_code == 400}
+        assert refused >= {"multiple", "multiples", "objects", "deep", "rules", "ebnf"}
+        assert (await send("guided_regex", "a+")).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+
+# --- the table of limits in the documents ---
+
+
+def rows() -> dict[str, str]:
+    """What is limited, and to what, as the document has it."""
+    section = DOCUMENT.read_text().partition("## Limits")[2].partition("\n## ")[0]
+    cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return {cell[0].strip(): cell[1].strip() for cell in cells[2:]}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", text)]
+
+
+def test_the_table_says_what_the_code_does() -> None:
+    api, serving, limits = ApiSettings(), ServerSettings(), rows()
+    expected = {
+        "answers under way, those of `n` and of lists counted": [api.max_queue],
+        "body": [api.max_body_mib],
+        "time in which a body comes": [api.body_timeout],
+        "request line and headers": [server_http.MAX_HEAD_BYTES >> 10],
+        "time in which they come, and of idle connections": [serving.keep_alive_timeout],
+        "prompts in a request; messages": [prompts.MAX_PROMPTS, prompts.MAX_MESSAGES],
+        "`n`": [sampling_params.MAX_N],
+        "`stop`": [sampling_params.MAX_STOP_STRINGS, params.MAX_STOP_CHARS],
+        "`stop_token_ids`": [sampling_params.MAX_STOP_TOKEN_IDS],
+        "`logit_bias`, `allowed_token_ids`": [sampling_params.MAX_LOGIT_BIAS],
+        "`bad_words`": [
+            sampling_params.MAX_BAD_WORDS,
+            sampling_params.MAX_BAD_WORD_TOKENS,
+            constraints.MAX_BAD_WORD_CHARS,
+        ],
+        "`tools`; name of a function": [tools.MAX_TOOLS, tools.MAX_NAME_CHARS],
+        "message of an error": [errors.MAX_MESSAGE_CHARS],
+        "grammars that are kept, sound ones and compiled ones": [
+            grammar_checks.NUM_KEPT,
+            grammars.NUM_CACHED,
+        ],
+        "time until an engine has compiled a grammar": [compiling.COMPILE_TIMEOUT_S],
+        "what the tokens of an answer with a grammar may take more than 0.05 s each": [
+            grammars.MAX_EXTRA_TIME_S
+        ],
+        "rest of a request that has been answered already": [
+            server_http.MAX_UNREAD_BYTES // MIB,
+            server_http.UNREAD_TIMEOUT_S,
+        ],
+        "grammar or schema; choices": [sampling_params.MAX_GRAMMAR_CHARS, structured.MAX_CHOICES],
+        "checks of grammars at a time": [grammar_checks.AT_A_TIME],
+        "processor time and memory of the check of a grammar": [
+            grammar_worker.CHECK_TIME_S,
+            grammar_worker.CHECK_MEMORY_BYTES // MIB,
+        ],
+        "what a chat template makes; its loop turns and calls; its processor time": [
+            chat_template.MAX_OUTPUT_CHARS,
+            chat_template.MAX_LOOP_TURNS,
+            chat_template.MAX_RENDER_TIME_S,
+        ],
+        "`cache_salt`": [params.MAX_SALT_CHARS],
+    }
+    assert sampling_params.MAX_ALLOWED_TOKEN_IDS == sampling_params.MAX_LOGIT_BIAS
+    for name, values in expected.items():
+        assert numbers(limits[name]) == [int(value) for value in values], name

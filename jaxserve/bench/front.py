@@ -31,7 +31,7 @@ from jaxserve.bench.server_process import HOST, ServerProcess
 from jaxserve.config import ModelConfig
 from jaxserve.errors import JaxserveError
 
-PACES = (40, 160, 640)
+PACES = (40, 160)
 """Tokens a second for each stream, as the factories ``at_*`` of `testing.echo_engine` have it."""
 
 TEXT = (

@@ -37,7 +37,6 @@ def build(
 
 at_40 = functools.partial(build, steps_per_s=40)
 at_160 = functools.partial(build, steps_per_s=160)
-at_640 = functools.partial(build, steps_per_s=640)
 
 
 class EchoRunner:

@@ -8,6 +8,7 @@ import pytest
 import server.__main__
 from jaxserve import offline
 from jaxserve.bench import __main__ as bench
+from jaxserve.bench import neighbours
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,7 +25,8 @@ def ids(path: Path) -> str:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
 def test_flags_exist(document: Path) -> None:
     known = set(OTHER_FLAGS)
-    for parser in (server.__main__.make_parser(), offline.make_parser(), bench.make_parser()):
+    programs = (server.__main__, offline, bench, neighbours)
+    for parser in (program.make_parser() for program in programs):
         known |= parser._option_string_actions.keys()
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", document.read_text()))
     assert named - known == set()

@@ -34,7 +34,7 @@ CHECK_TIME_S = 2
 CHECK_MEMORY_BYTES = 1 << 30
 """Address space that checks may add to that of the process."""
 
-MAX_KEPT_KIB = 256 << 10
+MAX_KEPT_BYTES = 256 << 20
 """A process that has been larger than this ends, so that its memory is given back."""
 
 PATIENCE_S = 60.0
@@ -179,7 +179,7 @@ def _read(stream: IO[bytes]) -> bytes | None:
 
 def main() -> None:
     """Answers the questions of standard input on standard output until there are no more."""
-    address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    address_space, _ = _memory()
     _limit(resource.RLIMIT_AS, address_space + CHECK_MEMORY_BYTES)
     questions, replies = sys.stdin.buffer, sys.stdout.buffer
     tokens = None
@@ -193,10 +193,20 @@ def main() -> None:
             check_grammar(question.grammar, tokens or NO_TOKENS)
         except InvalidRequestError as refusal:
             error = refusal.message
-        is_last = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MAX_KEPT_KIB
+        _, resident = _memory()
+        is_last = resident > MAX_KEPT_BYTES
         _write(replies, msgspec.msgpack.encode(Answer(error, is_last)))
         if is_last:
             return
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes of address space, and of what is in memory. The most that was ever in memory will not
+    do: it begins with that of the process which started this one.
+    """
+    sizes = Path("/proc/self/statm").read_text().split()[:2]
+    address_space, resident = (int(size) * resource.getpagesize() for size in sizes)
+    return address_space, resident
 
 
 def _limit(which: int, value: int) -> None:

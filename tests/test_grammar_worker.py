@@ -3,6 +3,7 @@
 import json
 import resource
 
+import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidRequestError
@@ -63,10 +64,14 @@ def test_time_has_an_end_and_so_has_the_process(worker):
     assert worker._process.pid != process.pid
 
 
-def test_the_process_ends_with_its_worker():
+def test_the_process_ends_with_its_worker_and_not_before():
+    """However large the process is that started it."""
+    large = np.ones(400 << 20, np.uint8)
     worker = GrammarWorker(TOKENIZER)
+    del large
     worker.check(Grammar("regex", "a"))
     process = worker._process
+    assert process is not None
     assert process.poll() is None
     del worker
     assert process.poll() is not None

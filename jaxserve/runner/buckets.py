@@ -42,6 +42,7 @@ FEW_ROWS = 8
 MIN_MIXED_TOKENS = 32
 NARROW_TABLE = 512
 FEWEST_SAMPLED = 4
+MANY_SAMPLED = 16
 
 
 class Buckets:
@@ -103,11 +104,12 @@ def table_widths(max_model_len: int, block_size: int) -> tuple[int, ...]:
 def sampler_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """The numbers of rows that the sampler is compiled for, in ascending order.
 
-    Fewer than those of a step, since each is several programs, and they take little of a step.
+    Fewer than those of a step, since each is several programs and few rows take little of a step.
+    Where many are sampled, twice as many take much more than twice as long.
     """
     sizes = [min(FEWEST_SAMPLED, max_num_seqs)]
     while sizes[-1] < max_num_seqs:
-        sizes.append(min(4 * sizes[-1], max_num_seqs))
+        sizes.append(min((4 if sizes[-1] < MANY_SAMPLED else 2) * sizes[-1], max_num_seqs))
     return tuple(sizes)
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan
-from jaxserve.runner.buckets import Bucket, Buckets, powers_of_two, table_widths
+from jaxserve.runner.buckets import Bucket, Buckets, powers_of_two, sampler_sizes, table_widths
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -77,3 +77,11 @@ def test_powers_of_two_end_at_the_limit():
     assert powers_of_two(2, 2) == [2]
     assert powers_of_two(2, 64) == [2, 4, 8, 16, 32, 64]
     assert powers_of_two(32, 100) == [32, 64, 100]
+
+
+def test_the_sampler_has_few_sizes():
+    assert sampler_sizes(1) == (1,)
+    assert sampler_sizes(4) == (4,)
+    assert sampler_sizes(6) == (4, 6)
+    assert sampler_sizes(64) == (4, 16, 32, 64)
+    assert sampler_sizes(100) == (4, 16, 32, 64, 100)

@@ -24,8 +24,8 @@ from typing import IO, Any
 import msgspec
 
 from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.openai.decoding import decode
 from jaxserve.openai.errors import error_reply
-from jaxserve.openai.protocol import decode
 
 OK = 200
 

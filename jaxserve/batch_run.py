@@ -18,8 +18,9 @@ from jaxserve.batch_file import OK, BadLine, BatchRequest, BatchResult, ResultFi
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.frontend import Frontend
 from jaxserve.openai import chat, completions, embeddings
+from jaxserve.openai.decoding import decode
 from jaxserve.openai.embeddings import EmbeddingRequest
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, decode
+from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from jaxserve.window import as_finished
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from jaxserve.config import MIB
-from jaxserve.openai.protocol import decode
+from jaxserve.openai.decoding import decode
 from server.middleware import is_good_id
 from server.settings import ApiSettings
 

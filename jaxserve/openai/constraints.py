@@ -9,7 +9,8 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.frontend import Frontend
-from jaxserve.openai.protocol import GenerationRequest, json_type
+from jaxserve.openai.decoding import json_type
+from jaxserve.openai.protocol import GenerationRequest
 from jaxserve.openai.tools import ToolUse
 from jaxserve.parsing.enforced import call_schema
 from jaxserve.sampling_params import MAX_BAD_WORDS, Grammar, SamplingParams

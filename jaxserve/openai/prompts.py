@@ -11,8 +11,9 @@ import msgspec
 from jaxserve.chat_template import render_chat
 from jaxserve.errors import InvalidRequestError
 from jaxserve.frontend import INLINE_CHARS, Frontend
+from jaxserve.openai.decoding import json_type, wrong_type
 from jaxserve.openai.params import asked_tokens
-from jaxserve.openai.protocol import GenerationRequest, json_type, wrong_type
+from jaxserve.openai.protocol import GenerationRequest
 
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 10_000

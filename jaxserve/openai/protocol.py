@@ -7,16 +7,10 @@ one type to another. Fields typed `Any` are judged elsewhere: in `prompts` (prom
 
 from __future__ import annotations
 
-import re
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-
-from jaxserve.errors import InvalidRequestError
-
-T = TypeVar("T")
-
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -328,81 +322,3 @@ class ChatChunk(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
-
-
-MAX_ERROR_CHARS = 300
-_PATH = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$")
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
-_HALF_CHARACTER = re.compile(
-    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
-)
-
-
-def decode(body: bytes, body_type: type[T]) -> T:
-    """The struct that a JSON body describes.
-
-    Raises:
-      InvalidRequestError: the body is not JSON in UTF-8, is nested too deeply, or a field has the
-        wrong type; ``param`` is the path of that field, as in ``messages[0].role``.
-    """
-    try:
-        return msgspec.json.decode(body, type=body_type)
-    except msgspec.ValidationError as error:
-        raise wrong_type(error, body_type) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        reason = str(error)
-        if not body.strip():
-            reason = "it is empty"
-        elif "surrogate" in reason or ("truncated" in reason and _HALF_CHARACTER.search(body)):
-            reason = "a text has half of a surrogate pair, such as \\ud83d alone"
-        elif "truncated" in reason:
-            reason = "it ends too early"
-        raise InvalidRequestError(f"the body is not valid JSON: {reason}") from error
-    except RecursionError as error:
-        raise InvalidRequestError("the body is nested too deeply") from error
-
-
-def wrong_type(
-    error: msgspec.ValidationError, form: Any, *, under: str = ""
-) -> InvalidRequestError:
-    """What to tell the client; ``form`` is the type that the value did not have, and ``under`` the
-    field in which it was found.
-    """
-    message = str(error)
-    match = _PATH.search(message)
-    path = match["path"] if match else ""
-    # The message may quote the value, which is as long as the client likes.
-    reason = (message[: match.start()] if match else message)[:MAX_ERROR_CHARS]
-    if missing := _MISSING.match(reason):
-        path, reason = f"{path}.{missing[1]}".removeprefix("."), "it is missing"
-    elif reason.startswith("Invalid enum value"):
-        reason += f"; expected one of {', '.join(map(repr, _choices(form, path)))}"
-    whose = "keys of it: " if match and match["key"] else ""
-    if path.endswith("[...]"):
-        path, whose = path.removesuffix("[...]"), whose or "values of it: "
-    if under:
-        path = under + ("" if not path or path.startswith("[") else ".") + path
-    reason = reason.replace("`", "").replace(" | null", "")
-    return InvalidRequestError(f"{path or 'body'}: {whose}{reason}", param=path or None)
-
-
-def _choices(form: Any, path: str) -> list[str]:
-    """The values that the field at ``path`` of a struct, or of a list of them, can have."""
-    kinds = [msgspec.inspect.type_info(form)]
-    for name in re.findall(r"[^.\[\]]+|\[", path):
-        parts = [part for kind in kinds for part in getattr(kind, "types", (kind,))]
-        if name == "[":
-            kinds = [p.item_type for p in parts if isinstance(p, msgspec.inspect.ListType)]
-            continue
-        structs = [part for part in parts if isinstance(part, msgspec.inspect.StructType)]
-        fields = [field for struct in structs for field in struct.fields]
-        kinds = [field.type for field in fields if field.encode_name == name] or kinds
-    parts = [part for kind in kinds for part in getattr(kind, "types", (kind,))]
-    literals = [part for part in parts if isinstance(part, msgspec.inspect.LiteralType)]
-    return [str(value) for literal in literals for value in literal.values]
-
-
-def json_type(value: Any) -> str:
-    """What JSON calls a value, as far as it has a name for it."""
-    names = {type(None): "null", str: "str", list: "array", dict: "object"}
-    return names.get(type(value)) or type(value).__name__

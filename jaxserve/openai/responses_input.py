@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.openai.decoding import json_type
 from jaxserve.openai.prompts import MAX_MESSAGES
-from jaxserve.openai.protocol import ChatRequest, GenerationRequest, json_type
+from jaxserve.openai.protocol import ChatRequest, GenerationRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
 
 WITH_LOGPROBS = "message.output_text.logprobs"

@@ -12,7 +12,8 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.frontend import Frontend
-from jaxserve.openai.protocol import ChatRequest, wrong_type
+from jaxserve.openai.decoding import wrong_type
+from jaxserve.openai.protocol import ChatRequest
 from jaxserve.parsing.enforced import json_array_calls, named_call
 from jaxserve.parsing.message_parser import MessageParser
 from jaxserve.parsing.parser import Parser

@@ -11,7 +11,8 @@ from jaxserve import grammar_checks
 from jaxserve.errors import InvalidRequestError
 from jaxserve.frontend import Frontend
 from jaxserve.openai import chat, completions, responses
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest, decode
+from jaxserve.openai.decoding import decode
+from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
 from jaxserve.sampling_params import Grammar
 from jaxserve.testing.scripted_frontend import scripted_frontend

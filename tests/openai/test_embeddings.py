@@ -18,8 +18,8 @@ from jaxserve.errors import (
 )
 from jaxserve.frontend import Frontend
 from jaxserve.openai import embeddings
+from jaxserve.openai.decoding import decode
 from jaxserve.openai.embeddings import EmbeddingRequest
-from jaxserve.openai.protocol import decode
 from jaxserve.testing.scripted_engine import embedding_of
 from jaxserve.testing.scripted_frontend import scripted_frontend
 

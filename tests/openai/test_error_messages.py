@@ -8,7 +8,8 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.openai import chat, completions, embeddings, responses
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest, decode
+from jaxserve.openai.decoding import decode
+from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
 from jaxserve.testing.scripted_frontend import scripted_frontend
 

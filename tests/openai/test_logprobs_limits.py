@@ -10,8 +10,9 @@ import pytest
 from jaxserve.errors import InvalidRequestError
 from jaxserve.frontend import Frontend
 from jaxserve.openai import chat, completions, responses
+from jaxserve.openai.decoding import decode
 from jaxserve.openai.logprobs import finite
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest, decode
+from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_engine import READY

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from jaxserve.openai import chat, completions
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest, decode
+from jaxserve.openai.decoding import decode
+from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.testing.scripted_engine import logprobs_of
 from jaxserve.testing.scripted_frontend import scripted_frontend
 

@@ -10,7 +10,8 @@ from openai.types.chat import ChatCompletion as OpenAIChat
 from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 
 from jaxserve.openai import chat, completions
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest, decode
+from jaxserve.openai.decoding import decode
+from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.testing.scripted_frontend import scripted_frontend
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -10,7 +10,8 @@ from jaxserve.errors import ContextLengthError, InvalidRequestError, UnknownMode
 from jaxserve.frontend import Frontend
 from jaxserve.generation_defaults import GenerationDefaults
 from jaxserve.openai import chat, completions
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest, decode
+from jaxserve.openai.decoding import decode
+from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_frontend import scripted_frontend
 

@@ -12,7 +12,7 @@ from openai.types.responses import ResponseStreamEvent
 from jaxserve.errors import InvalidRequestError
 from jaxserve.frontend import Frontend
 from jaxserve.openai import responses
-from jaxserve.openai.protocol import decode
+from jaxserve.openai.decoding import decode
 from jaxserve.openai.responses_protocol import ResponsesRequest
 from jaxserve.testing.scripted_frontend import scripted_frontend
 

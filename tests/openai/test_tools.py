@@ -12,7 +12,8 @@ from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.frontend import Frontend
 from jaxserve.openai import chat
-from jaxserve.openai.protocol import ChatRequest, decode
+from jaxserve.openai.decoding import decode
+from jaxserve.openai.protocol import ChatRequest
 from jaxserve.testing.scripted_frontend import scripted_frontend
 from jaxserve.tokenizer import Pieces
 

@@ -180,7 +180,8 @@ def _read(stream: IO[bytes]) -> bytes | None:
 def main() -> None:
     """Answers the questions of standard input on standard output until there are no more."""
     address_space, _ = _memory()
-    _limit(resource.RLIMIT_AS, address_space + CHECK_MEMORY_BYTES)
+    if address_space:
+        _limit(resource.RLIMIT_AS, address_space + CHECK_MEMORY_BYTES)
     questions, replies = sys.stdin.buffer, sys.stdout.buffer
     tokens = None
     while (data := _read(questions)) is not None:
@@ -201,10 +202,13 @@ def main() -> None:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of address space, and of what is in memory. The most that was ever in memory will not
-    do: it begins with that of the process which started this one.
+    """Bytes of address space, and of what is in memory; zeros where there is no way to know.
+
+    The most that was ever in memory will not do: it begins with that of the process which started
+    this one.
     """
-    sizes = Path("/proc/self/statm").read_text().split()[:2]
+    statm = Path("/proc/self/statm")
+    sizes = statm.read_text().split()[:2] if statm.exists() else ("0", "0")
     address_space, resident = (int(size) * resource.getpagesize() for size in sizes)
     return address_space, resident
 

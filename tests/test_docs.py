@@ -8,7 +8,7 @@ import pytest
 import server.__main__
 from jaxserve import offline
 from jaxserve.bench import __main__ as bench
-from jaxserve.bench import neighbours
+from jaxserve.bench import front, neighbours
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,7 +25,7 @@ def ids(path: Path) -> str:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
 def test_flags_exist(document: Path) -> None:
     known = set(OTHER_FLAGS)
-    programs = (server.__main__, offline, bench, neighbours)
+    programs = (server.__main__, offline, bench, front, neighbours)
     for parser in (program.make_parser() for program in programs):
         known |= parser._option_string_actions.keys()
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", document.read_text()))

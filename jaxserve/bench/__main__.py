@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
-import json
 import random
 import sys
 import tempfile
@@ -21,10 +19,9 @@ from pathlib import Path
 from jaxserve.bench import front, neighbours
 from jaxserve.bench.figures import Figures, LoadFigures, Machine
 from jaxserve.bench.http import Timing, stream_completion
+from jaxserve.bench.program import base_parser, run
 from jaxserve.bench.server_process import HOST, ServerProcess
 from jaxserve.checkpoint.locate import open_tokenizer
-from jaxserve.config import ModelConfig
-from jaxserve.errors import JaxserveError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,26 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return front.main(argv[1:])
     if argv[:1] == ["neighbours"]:
         return neighbours.main(argv[1:])
-    args = make_parser().parse_args(argv)
-    try:
-        figures = asyncio.run(measure(args))
-    except (JaxserveError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(figures.table())
-    if args.output is not None:
-        args.output.write_text(json.dumps(dataclasses.asdict(figures), indent=2) + "\n")
-    return 0
+    return run(lambda args: asyncio.run(measure(args)), make_parser(), argv)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The flags of this program."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default=ModelConfig().model, help="(default: %(default)s)")
+    parser = base_parser("scripts/bench", __doc__)
     parser.add_argument("--num-requests", type=int, default=64, help="(default: 64)")
     parser.add_argument("--input-len", type=int, default=128, help="(default: 128)")
     parser.add_argument("--output-len", type=int, default=128, help="(default: 128)")
@@ -64,7 +47,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="start only once, with the usual cache of compiled programs",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument(
         "server_flags", nargs="*", metavar="SERVER_FLAG", help="after --: flags of the server"
     )

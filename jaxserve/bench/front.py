@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import re
 import selectors
@@ -27,9 +26,8 @@ from pathlib import Path
 import psutil
 
 from jaxserve.bench.figures import Machine
+from jaxserve.bench.program import base_parser, run
 from jaxserve.bench.server_process import HOST, ServerProcess
-from jaxserve.config import ModelConfig
-from jaxserve.errors import JaxserveError
 
 PACES = (40, 160)
 """Tokens a second for each stream, as the factories ``at_*`` of `testing.echo_engine` have it."""
@@ -83,39 +81,46 @@ class FrontFigures:
     client_cpu: float
 
 
+@dataclass(frozen=True, slots=True)
+class FrontReport:
+    """What was measured, on which machine, with the tokenizer of which model."""
+
+    machine: Machine
+    model: str
+    num_streams: int
+    figures: list[FrontFigures]
+
+    def table(self) -> str:
+        """A table in Markdown."""
+        return "\n".join(
+            [
+                str(self.machine),
+                f"{self.model}: {self.num_streams} streams",
+                "",
+                "| | tokens/s | events a token | CPU a token | front, part of one core |",
+                "|---|---|---|---|---|",
+                *map(_line, self.figures),
+            ]
+        )
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the program; returns the exit code."""
-    args = make_parser().parse_args(argv)
-    try:
-        figures = measure(args.model, num_streams=args.streams, seconds=args.seconds)
-    except (JaxserveError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    machine = Machine.this()
-    print(f"{machine}\n{args.model}: {args.streams} streams\n\n{table(figures)}")
-    if args.output is not None:
-        found = {
-            "machine": dataclasses.asdict(machine),
-            "figures": [dataclasses.asdict(f) for f in figures],
-        }
-        args.output.write_text(json.dumps(found, indent=2) + "\n")
-    return 0
+    return run(measure_all, make_parser(), argv)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The flags of this program."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench front",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--model", default=ModelConfig().model, help="whose tokenizer (default: %(default)s)"
-    )
+    parser = base_parser("scripts/bench front", __doc__)
     parser.add_argument("--streams", type=int, default=256, help="(default: 256)")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each figure (default: 5)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     return parser
+
+
+def measure_all(args: argparse.Namespace) -> FrontReport:
+    """What the program measures."""
+    figures = measure(args.model, num_streams=args.streams, seconds=args.seconds)
+    return FrontReport(Machine.this(), args.model, args.streams, figures)
 
 
 def measure(model: str, *, num_streams: int, seconds: float) -> list[FrontFigures]:
@@ -132,7 +137,7 @@ def measure(model: str, *, num_streams: int, seconds: float) -> list[FrontFigure
             for endpoint in BODIES:
                 with Streams(server.port, endpoint, num_streams, length) as streams:
                     figures.append(_watch(server, streams, pace, seconds))
-                print(table(figures[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+                print(_line(figures[-1]), file=sys.stderr, flush=True)
     return figures
 
 
@@ -250,15 +255,8 @@ class _Stream:
     last: bytes = b""
 
 
-def table(figures: Sequence[FrontFigures]) -> str:
-    """A table in Markdown."""
-    lines = [
-        "| | tokens/s | events a token | CPU a token | front, part of one core |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
+def _line(f: FrontFigures) -> str:
+    return (
         f"| {f.endpoint}, {f.pace} tokens/s a stream | {f.tokens_per_s:.0f} | "
         f"{f.events_per_token:.2f} | {f.cpu_us_per_token:.1f} µs | {f.front_cpu:.0%} |"
-        for f in figures
-    ]
-    return "\n".join(lines)
+    )

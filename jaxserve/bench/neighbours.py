@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
-import json
 import random
 import statistics
 import sys
@@ -24,9 +22,9 @@ from typing import Any
 
 from jaxserve.bench.figures import Machine
 from jaxserve.bench.http import Timing, stream_completion
+from jaxserve.bench.program import base_parser, run
 from jaxserve.bench.server_process import HOST, ServerProcess
 from jaxserve.checkpoint.locate import open_tokenizer
-from jaxserve.config import ModelConfig
 from jaxserve.errors import JaxserveError
 
 Body = dict[str, Any]
@@ -93,32 +91,17 @@ def _spread(ratios: Sequence[float]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the program; returns the exit code."""
-    args = make_parser().parse_args(argv)
-    try:
-        figures = asyncio.run(measure(args))
-    except (JaxserveError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(figures.table())
-    if args.output is not None:
-        args.output.write_text(json.dumps(dataclasses.asdict(figures), indent=2) + "\n")
-    return 0
+    return run(lambda args: asyncio.run(measure(args)), make_parser(), argv)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The flags of this program."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench neighbours",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default=ModelConfig().model, help="(default: %(default)s)")
+    parser = base_parser("scripts/bench neighbours", __doc__)
     parser.add_argument("--num-neighbours", type=int, default=15, help="(default: 15)")
     parser.add_argument("--input-len", type=int, default=32, help="(default: 32)")
     parser.add_argument("--output-len", type=int, default=128, help="(default: 128)")
     parser.add_argument("--repeats", type=int, default=3, help="(default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument(
         "server_flags", nargs="*", metavar="SERVER_FLAG", help="after --: flags of the server"
     )

@@ -188,8 +188,10 @@ class Vocabulary:
           InvalidRequestError: the text of the grammar is not of its kind.
         """
         has_rules = grammar.kind == "grammar"
+        # With a frame it is two grammars, each of which has been checked by itself, and a little.
+        fuel = 3 * LEXER_FUEL if grammar.frame else LEXER_FUEL
         limits = LLParserLimits(
-            initial_lexer_fuel=LEXER_FUEL,
+            initial_lexer_fuel=fuel,
             max_items_in_row=MAX_ROW_ITEMS_OF_RULES if has_rules else MAX_ROW_ITEMS,
             step_max_items=MAX_STEP_ITEMS_OF_RULES if has_rules else MAX_STEP_ITEMS,
         )

@@ -13,7 +13,7 @@ from jaxserve.openai.decoding import json_type
 from jaxserve.openai.protocol import GenerationRequest
 from jaxserve.openai.tools import ToolUse
 from jaxserve.parsing.enforced import call_schema
-from jaxserve.sampling_params import MAX_BAD_WORDS, Grammar, SamplingParams
+from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_GRAMMAR_CHARS, Grammar, SamplingParams
 
 MAX_BAD_WORD_CHARS = 1000
 """Longest bad word; `MAX_BAD_WORD_TOKENS` counts once it has been encoded."""
@@ -89,10 +89,16 @@ def read_grammars(request: GenerationRequest) -> dict[str, Grammar]:
 
 
 def tools_grammar(use: ToolUse) -> Grammar:
-    """Calls and nothing else, as ``use`` wants them."""
+    """Calls and nothing else, as ``use`` wants them. Raises InvalidRequestError."""
     assert use.parameters is not None
-    schema = call_schema(use.parameters, name=use.name, parallel=use.parallel)
-    return Grammar("json_schema", json.dumps(schema))
+    schema = json.dumps(call_schema(use.parameters, name=use.name, parallel=use.parallel))
+    if len(schema) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(
+            f"tools: to hold the model to them, their schemas must have at most "
+            f"{MAX_GRAMMAR_CHARS} characters in all, got {len(schema)}",
+            param="tools",
+        )
+    return Grammar("json_schema", schema)
 
 
 def _response_format(value: Any, field: str) -> Grammar | None:

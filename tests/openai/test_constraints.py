@@ -258,6 +258,11 @@ async def test_tools_that_no_grammar_can_be_made_of(choice) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await ask(frontend, FORMAT | {"tools": bad, "tool_choice": choice})
     assert caught.value.param == "tools"
+    many = {f"k{i}": {"type": "string", "description": "x" * 1000} for i in range(300)}
+    large = [{"type": "function", "function": {"name": "f", "parameters": {"properties": many}}}]
+    with pytest.raises(InvalidRequestError, match="tools: .* at most 262144 characters") as caught:
+        await ask(frontend, FORMAT | {"tools": large, "tool_choice": choice})
+    assert caught.value.param == "tools"
     pythonic = make(tool_call_parser="pythonic")
     await ask(pythonic, {"tools": TOOLS})
     with pytest.raises(InvalidRequestError, match="pythonic") as caught:

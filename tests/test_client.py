@@ -29,7 +29,14 @@ def engine_config(model="fake", *, num_engines=1, max_num_seqs=None):
 
 
 @pytest.fixture
-async def start():
+def engines():
+    """``engines()``: the processes that this test has started and that are still there."""
+    before = set(psutil.Process().children())
+    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+
+@pytest.fixture
+async def start(engines):
     """Starts clients of fake engines, and closes them after the test."""
     async with contextlib.AsyncExitStack() as stack:
 
@@ -40,7 +47,7 @@ async def start():
             return client
 
         yield start
-    assert psutil.Process().children() == []
+    assert engines() == []
 
 
 @pytest.fixture
@@ -277,11 +284,11 @@ async def test_an_error_of_the_user_at_the_start_keeps_its_type(start, caplog):
         ("if engine == 0: os._exit(9)\ntime.sleep(60)", "exit code 9"),
     ],
 )
-async def test_an_engine_that_dies_at_the_start_ends_the_start(factory, body, message):
+async def test_an_engine_that_dies_at_the_start_ends_the_start(factory, body, message, engines):
     config = engine_config(num_engines=2 if "engine == 0" in body else 1)
     with pytest.raises(EngineDeadError, match=message):
         await EngineClient.start(config, factory=factory(body))
-    assert psutil.Process().children() == []
+    assert engines() == []
 
 
 async def test_engines_without_a_device_each_are_not_started(start, monkeypatch):
@@ -295,7 +302,7 @@ async def test_a_factory_that_is_not_there():
         await EngineClient.start(engine_config(), factory="nowhere:build")
 
 
-async def test_a_start_that_is_cancelled_leaves_no_process(factory):
+async def test_a_start_that_is_cancelled_leaves_no_process(factory, engines):
     loading = asyncio.Event()
     body = (
         "from jaxserve.messages import Progress\n"
@@ -310,11 +317,11 @@ async def test_a_start_that_is_cancelled_leaves_no_process(factory):
         )
     )
     await loading.wait()
-    assert len(psutil.Process().children()) == 2
+    assert len(engines()) == 2
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
-    assert psutil.Process().children() == []
+    assert engines() == []
 
 
 async def test_progress_is_reported(start):
@@ -383,10 +390,10 @@ async def test_drain_aborts_what_takes_too_long(start):
     await until(client, lambda: on_board(client) == [0] and client.stats[0].kv_usage == 0)
 
 
-async def test_close_fails_what_is_on_board_and_leaves_nothing_behind(start):
+async def test_close_fails_what_is_on_board_and_leaves_nothing_behind(start, engines):
     client = await start(SLOW, num_engines=2)
     streams = await start_streams(client, 3)
-    children = psutil.Process().children()
+    children = engines()
     assert {child.pid for child in children} == {ready.pid for ready in client.engines.values()}
     folder = client._folder.path
     assert os.path.isdir(folder)
@@ -403,7 +410,7 @@ async def test_close_fails_what_is_on_board_and_leaves_nothing_behind(start):
     assert not os.path.exists(folder)
 
 
-async def test_close_goes_on_when_its_caller_is_cancelled(start):
+async def test_close_goes_on_when_its_caller_is_cancelled(start, engines):
     client = await start(SLOW)
     close = asyncio.create_task(client.close())
     await asyncio.sleep(0)
@@ -411,7 +418,7 @@ async def test_close_goes_on_when_its_caller_is_cancelled(start):
     with pytest.raises(asyncio.CancelledError):
         await close
     await client.close()
-    assert psutil.Process().children() == []
+    assert engines() == []
 
 
 async def test_a_failing_observer_does_not_stop_the_streams(start, caplog):

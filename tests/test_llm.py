@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,7 +186,7 @@ def build_slow(config, engine, on_progress):
     """An engine that takes a while, so that a call can be interrupted."""
     import dataclasses
 
-    model = dataclasses.replace(config.model, model="fake:step_s=0.002")
+    model = dataclasses.replace(config.model, model="fake:step_s=0.02")
     return fake_engine.build(dataclasses.replace(config, model=model), engine, on_progress)
 
 
@@ -196,9 +197,10 @@ def test_an_interrupt_ends_a_call_and_not_the_engine(front_checkpoint: Path, mon
 
         def interrupt() -> None:
             while not llm._frontend.engine.stats[0].num_running:
-                pass
-            os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.001)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert stats[0].num_running == 0
         threading.Thread(target=interrupt).start()
         endless = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)

@@ -27,7 +27,8 @@ case "$*" in
         echo "  Downloading jax-0.12.0-py3-none-any.whl.metadata (13 kB)"
         echo "Downloading jax-0.12.0-py3-none-any.whl (3.5 MB)"
         echo "Installing collected packages: a, b, c"
-        for _ in $(seq "${FAKE_PIP_WORDS:-0}"); do echo "Collecting more"; sleep 0.2; done
+        # No $(seq ...): an interrupt while bash waits for one that is at its end would be lost.
+        for ((i = 0; i < ${FAKE_PIP_WORDS:-0}; i++)); do echo "Collecting more"; sleep 0.2; done
         sleep "${FAKE_PIP_SECONDS:-0}"
         ;;
     *) log "run $*"; echo "ran $*" ;;

@@ -8,22 +8,32 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TextIO
 
 from jaxserve.config import GIB, MIB
 from jaxserve.messages import Progress
 
-QUIET_S = 4.0
-"""Longest time without a word while something is going on."""
+QUIET_S = 3.5
+"""Time without a word after which the next tick says how far things are."""
 
 BAR_WIDTH = 24
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A phase under way: the last that was heard of it, and when it began."""
+
+    event: Progress
+    since_s: float
 
 
 class Console:
     """Prints the course of a start.
 
     On a terminal the phase under way is a bar that is drawn over; elsewhere it is a line when it
-    begins, one when it ends and one now and then in between. Finished phases stay on both.
+    begins, one when it ends and one now and then in between. Finished phases stay on both. Engines
+    start side by side, each in a phase of its own; the bar is of the first that is in one.
 
     Args:
       out: where to print.
@@ -37,9 +47,8 @@ class Console:
         self._is_terminal = out.isatty()
         self._last_word_s = clock()
         self._started_s = clock()
-        self._phase_since_s = clock()
         self._heard_s = clock()
-        self._current: Progress | None = None
+        self._running: dict[int, _Running] = {}
         self._has_bar = False
 
     def say(self, text: str) -> None:
@@ -53,28 +62,30 @@ class Console:
 
     def progress(self, event: Progress) -> None:
         """Shows how far a phase is."""
-        name = (event.engine, event.phase)
-        is_new = self._current is None or (self._current.engine, self._current.phase) != name
-        if is_new:
-            self._phase_since_s = self._clock()
-        self._heard_s = self._clock()
+        now = self._heard_s = self._clock()
         self.phase = event.phase
-        self._current = event
+        before = self._running.pop(event.engine, None)
+        is_new = before is None or before.event.phase != event.phase
         if event.seconds is not None:
             self.say(f"  {_label(event)}: {_amount(event)}done in {event.seconds:.1f} s")
-            self._current = None
-        elif self._is_terminal:
-            self._draw(event)
+            return
+        since_s = now if before is None or is_new else before.since_s
+        self._running[event.engine] = _Running(event, since_s)
+        if self._is_terminal:
+            self._draw()
         elif is_new:
             self.say(f"  {_label(event)}...")
 
     def tick(self) -> None:
         """Breaks a silence that has become long. To be called every second or so."""
         if self._is_terminal:
-            if self._current is not None:
-                self._draw(self._current)
+            self._draw()
         elif self._clock() - self._last_word_s >= QUIET_S:
-            self.say(f"  {self._where()}")
+            for _, running in sorted(self._running.items()):
+                self.say(f"  {self._where(running)}")
+            if not self._running:
+                waited = self._clock() - self._heard_s
+                self.say(f"  waiting for {waited:.0f} s, after: {self.phase}")
 
     @contextmanager
     def talking(self) -> Iterator[None]:
@@ -109,19 +120,23 @@ class Console:
             f"  context  {context} tokens\n\n{example}\n"
         )
 
-    def _draw(self, event: Progress) -> None:
+    def _draw(self) -> None:
+        if not self._running:
+            return
+        first = self._running[min(self._running)]
+        event = first.event
         share = min(event.done / event.total, 1.0) if event.total else 0.0
         filled = round(share * BAR_WIDTH)
         bar = "#" * filled + "." * (BAR_WIDTH - filled)
-        self._out.write(f"\r\x1b[K  [{bar}] {self._where()}")
+        others = len(self._running) - 1
+        more = f", and {others} more engine{'s' if others > 1 else ''}" if others else ""
+        self._out.write(f"\r\x1b[K  [{bar}] {self._where(first)}{more}")
         self._out.flush()
         self._has_bar = True
 
-    def _where(self) -> str:
-        elapsed = self._clock() - self._phase_since_s
-        if self._current is None:
-            return f"waiting for {self._clock() - self._heard_s:.0f} s, after: {self.phase}"
-        event = self._current
+    def _where(self, running: _Running) -> str:
+        event = running.event
+        elapsed = self._clock() - running.since_s
         left = ""
         # Bytes are alike; of programs one may take a hundred times as long as the next.
         if event.unit == "bytes" and 0 < event.done < event.total and elapsed > 1:

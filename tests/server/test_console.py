@@ -61,6 +61,56 @@ def test_there_is_a_line_every_few_seconds_whatever_happens() -> None:
     assert "  waiting for 16 s, after: compile\n" in out.getvalue()
 
 
+def test_two_engines_side_by_side_do_not_drown_each_other() -> None:
+    out = io.StringIO()
+    console, clock = make(out)
+    spoke_at, length = [clock.now], 0
+    for phase in ("load weights", "compile"):
+        for step in range(100):
+            clock.now += 0.1
+            for engine in (0, 1):
+                console.progress(Progress(engine, phase, step // 10, 10, "programs"))
+            if step % 10 == 9:
+                console.tick()
+            if len(out.getvalue()) > length:
+                spoke_at.append(clock.now)
+                length = len(out.getvalue())
+        for engine in (1, 0):
+            console.progress(Progress(engine, phase, 10, 10, "programs", seconds=10.0))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2 * 2 * 4
+    for name in ("load weights", "engine 1: load weights", "compile", "engine 1: compile"):
+        assert [line for line in lines if line.startswith(f"  {name}")] == [
+            f"  {name}...",
+            f"  {name}: 3 of 10 programs, 4 s",
+            f"  {name}: 7 of 10 programs, 8 s",
+            f"  {name}: 10 of 10 programs, done in 10.0 s",
+        ]
+    assert max(b - a for a, b in itertools.pairwise(spoke_at)) <= 5
+
+
+def test_an_engine_that_is_done_leaves_the_word_to_the_other() -> None:
+    out = io.StringIO()
+    console, clock = make(out)
+    for engine in (0, 1):
+        console.progress(Progress(engine, "compile", 1, 8, "programs"))
+    console.progress(Progress(0, "compile", 8, 8, "programs", seconds=1.0))
+    clock.now += 6
+    console.tick()
+    assert out.getvalue().splitlines()[3:] == ["  engine 1: compile: 1 of 8 programs, 6 s"]
+
+
+def test_the_bar_stays_with_the_first_engine_and_counts_the_others() -> None:
+    out = Terminal()
+    console, _ = make(out)
+    console.progress(Progress(0, "compile", 2, 8, "programs"))
+    console.progress(Progress(1, "compile", 4, 8, "programs"))
+    assert out.getvalue().endswith("compile: 2 of 8 programs, 0 s, and 1 more engine")
+    console.progress(Progress(0, "compile", 8, 8, "programs", seconds=9.0))
+    console.tick()
+    assert out.getvalue().endswith("engine 1: compile: 4 of 8 programs, 0 s")
+
+
 def test_the_rest_is_estimated_of_what_goes_evenly() -> None:
     out = Terminal()
     console, clock = make(out)

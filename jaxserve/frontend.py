@@ -42,7 +42,8 @@ class Frontend:
     Args:
       engine: where requests run.
       tokenizer: of the model that the engine runs.
-      model_names: the names under which the model is served; replies carry the first one.
+      model_names: the names under which the model is served. Replies carry the one that was asked
+        for, or the first one.
       defaults: what counts where a request leaves something unset.
       max_in_flight: answers under way at the same time, each of ``n`` and of a batch counting; more
         are turned away with QueueFullError. A request for more than this is never served.
@@ -85,7 +86,7 @@ class Frontend:
         self.max_model_len = self._builder.max_model_len
         self.fingerprint = _fingerprint(self.model_names[0], self.vocab_size, self.max_model_len)
         self.metrics = RequestMetrics(self.max_model_len)
-        self.grammars = GrammarChecks(tokenizer)
+        self.grammars = GrammarChecks(tokenizer, self.vocab_size)
         self._running: dict[str, str] = {}  # ids of answers -> ids of their requests
 
     @property
@@ -95,7 +96,7 @@ class Frontend:
 
     @property
     def model_name(self) -> str:
-        """The name that replies carry."""
+        """The name that replies carry if none was asked for."""
         return self.model_names[0]
 
     @functools.cached_property

@@ -183,9 +183,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             len(self.stop),
         )
         _require(all(self.stop), "stop", "texts that are not empty", "")
-        _require(
-            self.detokenize or not self.stop, "stop", "nothing where detokenize is false", "texts"
-        )
+        has_text = self.detokenize or not self.stop
+        _require(has_text, "stop", "empty where detokenize is false", list(self.stop))
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",

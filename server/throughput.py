@@ -29,8 +29,8 @@ def describe(engine: int, before: StepStats, now: StepStats, seconds: float) -> 
         f"Avg generation throughput: {generated:.1f} tokens/s, "
         f"Running: {now.num_running} reqs, Waiting: {now.num_waiting} reqs, "
         + (f"Preemptions: {preemptions}, " if preemptions else "")
-        + f"KV cache usage: {now.kv_usage:.1%}, "
-        f"Prefix cache hit rate: {hits / queries if queries else 0:.1%}"
+        + f"KV cache usage: {now.kv_usage:.1%}"
+        + (f", Prefix cache hit rate: {hits / queries:.1%}" if queries else "")
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,12 @@ SAMPLING_KEYS = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+
+RECOMMENDED: Mapping[str, Mapping[str, float]] = {
+    "smollm2": {"temperature": 0.2, "top_p": 0.9},
+}
+"""How to sample from families whose files do not say it, by ``general.basename``: from their model
+cards. Small models write nonsense at temperature 1."""
 
 
 def architecture(metadata: Metadata) -> Architecture:
@@ -230,7 +236,7 @@ def hf_generation_config(metadata: Metadata) -> dict[str, Any]:
     """The contents of generation_config.json for a GGUF file.
 
     ``eos_token_id`` is a list: the end token of the file, its end of turn and message, and tokens
-    that by their name are one.
+    that by their name are one. Sampling is what the file says, else what is in `RECOMMENDED`.
     """
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     kinds = metadata.get("tokenizer.ggml.token_type", [])
@@ -240,8 +246,8 @@ def hf_generation_config(metadata: Metadata) -> dict[str, Any]:
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if kind == CONTROL_TOKEN and token in END_TOKENS
     ]
-    config: dict[str, Any] = {
-        name: metadata[key] for key, name in SAMPLING_KEYS.items() if key in metadata
-    }
+    said = {name: metadata[key] for key, name in SAMPLING_KEYS.items() if key in metadata}
+    family = str(metadata.get("general.basename"))
+    config: dict[str, Any] = said or dict(RECOMMENDED.get(family, {}))
     config["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
     return config

@@ -347,7 +347,11 @@ def test_default_model(smollm2: Path) -> None:
     assert (config["vocab_size"], config["max_position_embeddings"]) == (49152, 8192)
     assert config["tie_word_embeddings"]
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 100000.0}
-    assert checkpoint.generation_config["eos_token_id"] == [2, 0]
+    assert checkpoint.generation_config == {
+        "eos_token_id": [2, 0],
+        "temperature": 0.2,
+        "top_p": 0.9,
+    }
     assert len(checkpoint.tensor_names) == 2 + 30 * 9
     read = dict(zip(range(12), checkpoint.tensors(), strict=False)).values()
     by_name = dict(read)

@@ -1,5 +1,6 @@
 """What tests of several packages share."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,12 @@ import pytest
 from jaxserve.checkpoint.locate import find_in_package
 from jaxserve.errors import CheckpointError
 from jaxserve.testing.tiny import write_checkpoint
+
+
+def pytest_configure() -> None:
+    """A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

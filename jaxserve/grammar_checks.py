@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
 
 from jaxserve.grammar_worker import GrammarWorker
 from jaxserve.sampling_params import Grammar
-from jaxserve.structured import check_grammar
 from jaxserve.tokenizer import Tokenizer
 
 AT_A_TIME = 2
@@ -17,30 +15,32 @@ AT_A_TIME = 2
 NUM_KEPT = 256
 """Sound grammars that are remembered: clients send the same ones again and again."""
 
-SIMPLE = frozenset({"json_object", "choice"})
-"""Kinds of grammars that are little work whatever they say."""
-
 
 class GrammarChecks:
-    """`structured.check_grammar` beside the loop, once for each grammar."""
+    """`structured.check_grammar` beside the loop, once for each grammar.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+      tokenizer: of the model.
+      vocab_size: width of its logits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._turns = asyncio.Semaphore(AT_A_TIME)
         self._idle: list[GrammarWorker] = []
         self._sound: OrderedDict[Grammar, None] = OrderedDict()
 
     async def check(self, grammar: Grammar) -> None:
         """Raises InvalidRequestError, without a ``param``, if it cannot be followed."""
+        if grammar.kind == "json_object":
+            return  # nothing in it comes from the request
         if grammar in self._sound:
             self._sound.move_to_end(grammar)
             return
         await self._turns.acquire()
-        worker = self._idle.pop() if self._idle else GrammarWorker(self._tokenizer)
-        check: Callable[[Grammar], None] = worker.check
-        if grammar.kind in SIMPLE:
-            check = self._check_here
-        checking = asyncio.create_task(asyncio.to_thread(check, grammar))
+        worker = self._idle.pop() if self._idle else self._new_worker()
+        checking = asyncio.create_task(asyncio.to_thread(worker.check, grammar))
 
         def done(task: asyncio.Task[None]) -> None:
             self._idle.append(worker)
@@ -55,5 +55,5 @@ class GrammarChecks:
         if len(self._sound) > NUM_KEPT:
             self._sound.popitem(last=False)
 
-    def _check_here(self, grammar: Grammar) -> None:
-        check_grammar(grammar, self._tokenizer)
+    def _new_worker(self) -> GrammarWorker:
+        return GrammarWorker(self._tokenizer, self._vocab_size)

@@ -4,11 +4,15 @@ What compiles grammars can be made to work for hours, or to fill the memory, by 
 and a thread cannot be stopped. The process limits itself, so nobody has to watch it: the system
 ends it when a check goes beyond `CHECK_TIME_S` of processor time, and it ends when its standard
 input does. The next check starts another one.
+
+It is told the tokens of the model when it starts, and checks with what it has made of them: a
+vocabulary like that of an engine, so that what passes can be compiled there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import resource
@@ -24,7 +28,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import Grammar
-from jaxserve.structured import TokenSource, check_grammar, name_of
+from jaxserve.structured import TokenSource, Vocabulary, check_grammar, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +36,13 @@ CHECK_TIME_S = 2
 """Seconds of processor time for one check, rounded up to the next whole second of the process."""
 
 CHECK_MEMORY_BYTES = 1 << 30
-"""Address space that checks may add to that of the process."""
+"""Address space that checks may add to that of the process with its vocabulary."""
 
-MAX_KEPT_BYTES = 256 << 20
-"""A process that has been larger than this ends, so that its memory is given back."""
+MAX_KEPT_BYTES = 192 << 20
+"""A process to which checks have added more than this ends, so that its memory is given back."""
+
+START_TIME_S = 30
+"""Seconds of processor time for the vocabulary, of which 150,000 tokens take less than one."""
 
 PATIENCE_S = 60.0
 """A process that does not answer in this time is ended. It can only be waiting for a processor."""
@@ -44,19 +51,27 @@ LENGTH_BYTES = 8
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """The tokens of a model, as far as checks need them. Implements `TokenSource`."""
+    """The tokens of a model, as far as checks need them. Implements `TokenSource`.
+
+    Attributes:
+      texts: of all tokens.
+      eos_token_id: the end token, if there is one.
+      special_ids: tokens that are no text.
+      byte_ids: the tokens of a single byte.
+    """
 
     texts: list[bytes]
     eos_token_id: int | None
     special_ids: frozenset[int]
-    ids: dict[bytes, int]
+    byte_ids: dict[bytes, int]
 
     @classmethod
     def of(cls, tokenizer: TokenSource) -> Tokens:
         """Those of a tokenizer."""
+        special = tokenizer.special_ids
         texts = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-        ids = {text: i for i, text in enumerate(texts) if i not in tokenizer.special_ids}
-        return cls(texts, tokenizer.eos_token_id, tokenizer.special_ids, ids)
+        ids = {text: i for i, text in enumerate(texts) if len(text) == 1 and i not in special}
+        return cls(texts, tokenizer.eos_token_id, special, ids)
 
     @property
     def vocab_size(self) -> int:
@@ -69,60 +84,51 @@ class Tokens(msgspec.Struct, frozen=True):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of single bytes: where a text is cut has no part in whether a grammar is sound."""
-        return [self.ids[bytes([b])] for b in text.encode() if bytes([b]) in self.ids]
+        singles = (bytes([b]) for b in text.encode())
+        return [self.byte_ids[b] for b in singles if b in self.byte_ids]
 
 
-NO_TOKENS = Tokens([], None, frozenset(), {})
+class Start(msgspec.Struct, frozen=True):
+    """The first message to the process: of what to make a `Vocabulary`."""
 
-
-class Question(msgspec.Struct, frozen=True):
-    """A grammar to check; the first one of rules comes with the tokens."""
-
-    grammar: Grammar
-    tokens: Tokens | None = None
+    tokens: Tokens
+    vocab_size: int
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What is wrong with the grammar, if anything; and whether the process ends with it."""
+    """What is wrong with the grammar, if anything; and whether the process ends with it.
 
-    error: str | None
-    is_last: bool
+    Also says that the vocabulary is there.
+    """
+
+    error: str | None = None
+    is_last: bool = False
 
 
 class GrammarWorker:
     """`structured.check_grammar`, with an end to its time and memory.
 
     The process is started by the first check and ended with this object.
+
+    Args:
+      tokenizer: of the model.
+      vocab_size: width of its logits.
     """
 
-    def __init__(self, tokenizer: TokenSource) -> None:
+    def __init__(self, tokenizer: TokenSource, vocab_size: int) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._process: subprocess.Popen[bytes] | None = None
         self._stop: Callable[[], object] = lambda: None
-        self._knows_tokens = False
 
     def check(self, grammar: Grammar) -> None:
         """Waits for the result. One check at a time.
 
         Raises:
           InvalidRequestError: the grammar cannot be followed, or is too much work.
+          RuntimeError: no grammar can be checked.
         """
-        process = self._running()
-        tokens = None
-        if grammar.kind == "grammar" and not self._knows_tokens:
-            tokens = Tokens.of(self._tokenizer)
-            self._knows_tokens = True
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(PATIENCE_S, process.kill)
-        timer.start()
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                _write(process.stdin, msgspec.msgpack.encode(Question(grammar, tokens)))
-            reply = _read(process.stdout)
-        finally:
-            timer.cancel()
-        answer = None if reply is None else msgspec.msgpack.decode(reply, type=Answer)
+        answer = _ask(self._running(), grammar)
         if answer is None or answer.is_last:
             self._stop()
         if answer is None:
@@ -137,9 +143,30 @@ class GrammarWorker:
         if self._process is None or self._process.poll() is not None:
             self._stop()
             self._process = _start()
-            self._knows_tokens = False
             self._stop = weakref.finalize(self, _end, self._process)
+            if _ask(self._process, self._first_message) is None:
+                self._stop()
+                raise RuntimeError("the process that checks grammars could not be started")
         return self._process
+
+    @functools.cached_property
+    def _first_message(self) -> Start:
+        return Start(Tokens.of(self._tokenizer), self._vocab_size)
+
+
+def _ask(process: subprocess.Popen[bytes], question: Start | Grammar) -> Answer | None:
+    """What the process says, or None if it ends instead."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    timer = threading.Timer(PATIENCE_S, process.kill)
+    timer.start()
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            _write(process.stdin, msgspec.msgpack.encode(question))
+        reply = _read(process.stdout)
+    finally:
+        timer.cancel()
+    return None if reply is None else msgspec.msgpack.decode(reply, type=Answer)
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -179,26 +206,36 @@ def _read(stream: IO[bytes]) -> bytes | None:
 
 def main() -> None:
     """Answers the questions of standard input on standard output until there are no more."""
-    address_space, _ = _memory()
+    questions, replies = sys.stdin.buffer, sys.stdout.buffer
+    data = _read(questions)
+    if data is None:
+        return
+    _limit_time(START_TIME_S)
+    start = msgspec.msgpack.decode(data, type=Start)
+    vocabulary = Vocabulary(start.tokens, start.vocab_size)
+    address_space, resident_at_start = _memory()
     if address_space:
         _limit(resource.RLIMIT_AS, address_space + CHECK_MEMORY_BYTES)
-    questions, replies = sys.stdin.buffer, sys.stdout.buffer
-    tokens = None
+    _write(replies, msgspec.msgpack.encode(Answer()))
     while (data := _read(questions)) is not None:
-        question = msgspec.msgpack.decode(data, type=Question)
-        tokens = question.tokens or tokens
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + CHECK_TIME_S)
+        grammar = msgspec.msgpack.decode(data, type=Grammar)
+        _limit_time(CHECK_TIME_S)
         error = None
         try:
-            check_grammar(question.grammar, tokens or NO_TOKENS)
+            check_grammar(grammar, vocabulary)
         except InvalidRequestError as refusal:
             error = refusal.message
         _, resident = _memory()
-        is_last = resident > MAX_KEPT_BYTES
+        is_last = resident - resident_at_start > MAX_KEPT_BYTES
         _write(replies, msgspec.msgpack.encode(Answer(error, is_last)))
         if is_last:
             return
+
+
+def _limit_time(seconds: int) -> None:
+    """From now on; rounded up to the next whole second of the process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + seconds)
 
 
 def _memory() -> tuple[int, int]:

@@ -74,22 +74,18 @@ class TokenSource(Protocol):
         ...
 
 
-def check_grammar(grammar: Grammar, tokenizer: TokenSource) -> None:
+def check_grammar(grammar: Grammar, vocabulary: Vocabulary) -> None:
     """Refuses a grammar that cannot be followed. There is no limit to the time that it can take.
 
     Args:
       grammar: what a request asks for.
-      tokenizer: of the model that is to follow it.
+      vocabulary: that of the engine which is to follow it. How much work a grammar is, and so
+        whether it keeps within the limits, depends on the tokens.
 
     Raises:
       InvalidRequestError: it is malformed, uses something that is not supported, or matches no
         text; the message names the keyword or the trouble. ``param`` is None.
     """
-    if grammar.kind == "grammar":
-        # May name tokens, which only the model's own vocabulary has.
-        vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size)
-    else:
-        vocabulary = Vocabulary.of_bytes()
     matcher = vocabulary.matcher(grammar)
     # Some troubles show when the first token is looked for, others when it has been taken.
     mask = np.zeros(vocabulary.num_words, np.uint32)
@@ -176,11 +172,6 @@ class Vocabulary:
                 self.space_lengths[i] = len(token)
         self.space_mask = np.packbits(starts, bitorder="little").view("<u4")
 
-    @classmethod
-    def of_bytes(cls) -> Vocabulary:
-        """A vocabulary of single bytes, which is enough to see whether a grammar is sound."""
-        return cls(_Bytes(), _Bytes.vocab_size)
-
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """Compiles a grammar, without the GIL. Trouble within it is in the matcher's state.
 
@@ -205,20 +196,6 @@ class Vocabulary:
         """The lowest token in mask u32[num_words] that is not the end, or None."""
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         return next((int(token) for token in allowed[:2] if token != self.eos_token_id), None)
-
-
-class _Bytes:
-    """A tokenizer of 256 bytes and an end token, as far as `Vocabulary` needs one."""
-
-    vocab_size = 257
-    eos_token_id = 256
-    special_ids = frozenset([256])
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return b"<|end|>" if token_id == 256 else bytes([token_id])
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
 
 
 class _Wrapper:

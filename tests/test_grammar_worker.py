@@ -2,22 +2,25 @@
 
 import json
 import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.grammar_worker import CHECK_TIME_S, GrammarWorker
+from jaxserve.grammar_worker import CHECK_TIME_S, MAX_KEPT_BYTES, GrammarWorker
 from jaxserve.sampling_params import Grammar
-from jaxserve.structured import check_grammar
+from jaxserve.structured import Vocabulary, check_grammar
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
+VOCAB = 512
+"""More logits than tokens."""
 
 
 @pytest.fixture(scope="module")
 def worker():
-    return GrammarWorker(TOKENIZER)
+    return GrammarWorker(TOKENIZER, VOCAB)
 
 
 def multiple_of(number):
@@ -47,7 +50,7 @@ def test_the_result_is_that_of_a_check_in_this_process(worker, grammar):
         return None
 
     assert result(lambda: worker.check(grammar)) == result(
-        lambda: check_grammar(grammar, TOKENIZER)
+        lambda: check_grammar(grammar, Vocabulary(TOKENIZER, VOCAB))
     )
 
 
@@ -67,7 +70,7 @@ def test_time_has_an_end_and_so_has_the_process(worker):
 def test_the_process_ends_with_its_worker_and_not_before():
     """However large the process is that started it."""
     large = np.ones(400 << 20, np.uint8)
-    worker = GrammarWorker(TOKENIZER)
+    worker = GrammarWorker(TOKENIZER, VOCAB)
     del large
     worker.check(Grammar("regex", "a"))
     process = worker._process
@@ -84,3 +87,42 @@ def test_one_that_was_killed_is_replaced(worker):
     worker.check(Grammar("grammar", 'start: <|im_end|> "a"'))
     with pytest.raises(InvalidRequestError, match="unclosed"):
         worker.check(Grammar("regex", "(a"))
+
+
+def test_tokens_beyond_the_width_of_the_logits_do_not_exist(worker):
+    grammar = Grammar("grammar", 'start: <|im_end|> "a"')
+    worker.check(grammar)
+    with pytest.raises(InvalidRequestError, match="im_end"):
+        GrammarWorker(TOKENIZER, 256).check(grammar)
+
+
+class LongTokens:
+    """A vocabulary that is larger than what checks may leave behind."""
+
+    vocab_size = 200_000
+    eos_token_id = 0
+    special_ids = frozenset([0])
+
+    def token_bytes(self, token_id):
+        return b"%200d" % token_id if token_id > 255 else bytes([token_id])
+
+    def encode(self, text, *, add_special_tokens=True):
+        raise AssertionError("the process encodes by itself")
+
+
+def test_the_size_of_the_vocabulary_does_not_count():
+    worker = GrammarWorker(LongTokens(), LongTokens.vocab_size)
+    worker.check(Grammar("regex", "a"))
+    process = worker._process
+    assert process is not None
+    statm = Path(f"/proc/{process.pid}/statm").read_text()
+    assert int(statm.split()[1]) * resource.getpagesize() > MAX_KEPT_BYTES
+    worker.check(Grammar("regex", "ab"))
+    assert worker._process is process
+
+
+def test_a_vocabulary_that_cannot_be_made_is_not_the_fault_of_a_grammar():
+    worker = GrammarWorker(TOKENIZER, 0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="could not be started"):
+            worker.check(Grammar("regex", "a"))

@@ -7,13 +7,14 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import MAX_GRAMMAR_CHARS, Grammar
-from jaxserve.structured import MAX_CHOICES, MAX_MESSAGE_CHARS, check_grammar
+from jaxserve.structured import MAX_CHOICES, MAX_MESSAGE_CHARS, Vocabulary, check_grammar
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
+def vocabulary():
+    tokenizer = tiny_tokenizer()
+    return Vocabulary(tokenizer, tokenizer.vocab_size)
 
 
 NODE = {
@@ -42,8 +43,8 @@ NODE = {
         Grammar("grammar", 'start: <|im_end|> "a"'),
     ],
 )
-def test_what_can_be_followed(tokenizer, grammar):
-    check_grammar(grammar, tokenizer)
+def test_what_can_be_followed(vocabulary, grammar):
+    check_grammar(grammar, vocabulary)
 
 
 @pytest.mark.parametrize(
@@ -77,20 +78,20 @@ def test_what_can_be_followed(tokenizer, grammar):
         (Grammar("grammar", ""), "grammar"),
     ],
 )
-def test_what_cannot_is_refused_with_the_trouble_in_few_words(tokenizer, grammar, words):
+def test_what_cannot_is_refused_with_the_trouble_in_few_words(vocabulary, grammar, words):
     with pytest.raises(InvalidRequestError, match=words) as caught:
-        check_grammar(grammar, tokenizer)
+        check_grammar(grammar, vocabulary)
     assert len(caught.value.message) < MAX_MESSAGE_CHARS + 100
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "choice", "grammar"])
 @pytest.mark.parametrize("unit", ["[", "(a|", '{"a":', "a{9,99}", "x: y\n", "\\", '"', "é", "\0"])
-def test_the_longest_nonsense_ends_soon_in_one_way_or_the_other(tokenizer, kind, unit):
+def test_the_longest_nonsense_ends_soon_in_one_way_or_the_other(vocabulary, kind, unit):
     text = (unit * MAX_GRAMMAR_CHARS)[:MAX_GRAMMAR_CHARS]
     with contextlib.suppress(InvalidRequestError):
-        check_grammar(Grammar(kind, text), tokenizer)
+        check_grammar(Grammar(kind, text), vocabulary)
 
 
-def test_a_pattern_that_fails_only_when_it_is_followed_is_refused_too(tokenizer):
+def test_a_pattern_that_fails_only_when_it_is_followed_is_refused_too(vocabulary):
     with pytest.raises(InvalidRequestError, match="too many expressions"):
-        check_grammar(Grammar("regex", "(a{1000}){1000}"), tokenizer)
+        check_grammar(Grammar("regex", "(a{1000}){1000}"), vocabulary)

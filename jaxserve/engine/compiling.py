@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from jaxserve.core.constraint import Constraint
+from jaxserve.errors import InvalidRequestError
 from jaxserve.messages import Submit
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,9 @@ class CompilingRequests:
                 if error is None:
                     ready.append((entry.submit, entry.future.result()))
                 else:
-                    logger.error("no grammar for request %s", request_id, exc_info=error)
+                    known = isinstance(error, InvalidRequestError)
+                    cause = None if known else error
+                    logger.error("no grammar for request %s: %s", request_id, error, exc_info=cause)
                     failed.append(request_id)
             elif now - entry.since_s > COMPILE_TIMEOUT_S:
                 logger.error("the grammar of request %s takes too long to compile", request_id)

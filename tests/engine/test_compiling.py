@@ -108,6 +108,16 @@ def test_a_grammar_that_fails_ends_its_request_only(core, compiler):
     assert tokens["a"] == []
 
 
+@pytest.mark.parametrize("error", [InvalidRequestError("too large"), OSError("no tokenizer")])
+def test_a_traceback_is_for_what_nobody_expects(core, compiler, caplog, error):
+    core.add(submit("a", ANY))
+    compiler.futures["a"].set_exception(error)
+    outputs_of(core)
+    (record,) = [record for record in caplog.records if "no grammar" in record.message]
+    assert record.message == f"no grammar for request a: {error}"
+    assert bool(record.exc_info) == isinstance(error, OSError)
+
+
 def test_a_grammar_that_takes_too_long_ends_its_request_only(core, compiler):
     core.add(submit("a", ANY))
     core.step(0.0)

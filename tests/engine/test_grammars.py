@@ -8,10 +8,12 @@ import re
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.core.constraint import Constraint
 from jaxserve.engine import grammars
 from jaxserve.engine.grammars import MAX_EXTRA_TIME_S, TOKEN_TIME_S, GrammarCompiler
 from jaxserve.errors import InvalidRequestError
+from jaxserve.grammar_worker import GrammarWorker
 from jaxserve.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
@@ -209,6 +211,58 @@ def test_it_goes_on_after_the_tokens_of_an_engine_that_died(make):
 def test_a_grammar_that_cannot_be_compiled(make):
     with pytest.raises(InvalidRequestError, match="unclosed"):
         make(Grammar("regex", "(a"))
+
+
+MANY_WAYS = "(a|aa)*" * 300 + "$"
+
+
+def with_patterns(num_fields):
+    fields = {f"p{i}": f"^{f'(a|a{i}|aa)*' * 300}$" for i in range(num_fields)}
+    properties = {name: {"type": "string", "pattern": pattern} for name, pattern in fields.items()}
+    return Grammar("json_schema", json.dumps({"type": "object", "properties": properties}))
+
+
+@pytest.fixture(scope="module")
+def checked_and_compiled(smollm2):
+    """``checked_and_compiled(grammar)``: whether either is possible with a real vocabulary."""
+    tokenizer = open_checkpoint(str(smollm2)).tokenizer()
+    worker = GrammarWorker(tokenizer, tokenizer.vocab_size)
+    compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
+
+    def is_possible(work):
+        try:
+            work()
+        except InvalidRequestError:
+            return False
+        return True
+
+    def both(grammar):
+        submit = Submit("a", [1], SamplingParams(seed=0, grammar=grammar))
+        compiled = is_possible(lambda: compiler.start(submit).result())
+        return is_possible(lambda: worker.check(grammar)), compiled
+
+    return both
+
+
+@pytest.mark.parametrize(
+    ("grammar", "expected"),
+    [
+        (Grammar("regex", MANY_WAYS), False),
+        (Grammar("regex", MANY_WAYS[: 7 * 100]), True),
+        (Grammar("regex", "(aa){1,300}|(aaa){1,300}|(a{5}){1,300}|(a{7}){1,300}"), True),
+        (Grammar("regex", r"((a{0,100}){0,100}){0,100}"), True),
+        (Grammar("json_schema", json.dumps({"type": "string", "pattern": MANY_WAYS})), True),
+        (with_patterns(20), False),
+        (with_patterns(3), True),
+        (Grammar("grammar", f"start: /{MANY_WAYS[:-1]}/"), False),
+        (Grammar("choice", json.dumps(["a" * i for i in range(1, 600)])), True),
+        (Grammar("choice", json.dumps([str(i) * 60 for i in range(1000)])), True),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_passes_its_check_can_be_compiled(checked_and_compiled, grammar, expected):
+    """The work for a grammar grows with the tokens, so both have to be with the same ones."""
+    assert checked_and_compiled(grammar) == (expected, expected)
 
 
 def test_the_tokenizer_is_loaded_once_and_only_when_it_is_needed():

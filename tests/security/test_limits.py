@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from jaxserve import chat_template, grammar_checks, grammar_worker, sampling_params, structured
+from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.config import MIB
 from jaxserve.engine import compiling, grammars
 from jaxserve.openai import constraints, errors, params, prompts, tools
@@ -110,6 +111,33 @@ def alternatives(width):
         for i in range(width)
     ]
     return {"allOf": parts}
+
+
+MANY_WAYS = "(a|aa)*" * 300 + "$"
+PATTERNS = {f"p{i}": {"type": "string", "pattern": f"^{f'(a|a{i}|aa)*' * 300}$"} for i in range(20)}
+SCHEMA = {"type": "object", "properties": PATTERNS}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"guided_regex": MANY_WAYS},
+        {"structured_outputs": {"regex": MANY_WAYS}},
+        {"guided_json": SCHEMA},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+async def test_what_is_too_much_for_the_tokens_of_the_model_is_refused(field, smollm2) -> None:
+    """With few tokens, or with single bytes, all of them could be compiled."""
+    frontend = scripted_frontend("hello")
+    tokenizer = open_checkpoint(str(smollm2)).tokenizer()
+    frontend.grammars = grammar_checks.GrammarChecks(tokenizer, tokenizer.vocab_size)
+    async with client_of(frontend) as client:
+        reply = await client.post("/v1/completions", json=PROMPT | field)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == next(iter(field))
+    assert frontend.num_in_flight == 0
 
 
 WORDS = "\n".join(f"a{i}: W{i} start?\nW{i}: /[a-z ]{{1,{i + 1}}}/" for i in range(800))

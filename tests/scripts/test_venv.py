@@ -4,7 +4,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,9 @@ FAKE_PYTHON = """#!/bin/bash
 log() { echo "$*" >>"$FAKE_LOG"; }
 case "$*" in
     "-V") echo "Python 3.12.0" ;;
+    -c*sys.executable*) readlink -f "$0" ;;
     -c*) ;;
-    "-m venv "*) log venv; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    "-m venv "*) log venv; mkdir -p "$3/bin"; ln -s "$(readlink -f "$0")" "$3/bin/python" ;;
     "-m pip "*)
         log "$*"
         if [ -n "$FAKE_PIP_FAILS" ]; then echo "ERROR: no such thing"; exit 1; fi
@@ -33,6 +36,13 @@ case "$*" in
         ;;
     *) log "run $*"; echo "ran $*" ;;
 esac
+"""
+
+
+# Runs what it is given as a Python that says that it is 3.8.
+OLD_PYTHON = f"""exec {sys.executable} -c 'import sys
+sys.version_info = (3, 8, 0)
+exec(sys.argv[1])' "$2"
 """
 
 
@@ -204,14 +214,64 @@ def test_the_newest_interpreter_is_taken_unless_one_is_named(checkout: Checkout)
     assert checkout.calls() == ["run -P -m server", "run -P -m server"]
 
 
+def test_another_name_of_the_same_interpreter_builds_nothing(checkout: Checkout) -> None:
+    (checkout.bin / "mine").symlink_to("python3.12")
+    checkout.run("serve", PYTHON="python3.12")
+    checkout.calls()
+    for name in ("python3.12", str(checkout.bin / "python3.12"), "mine"):
+        checkout.run("serve", PYTHON=name)
+        assert checkout.calls() == ["run -P -m server"]
+    checkout.add_python("python3.13")
+    checkout.run("serve", PYTHON="python3.13")
+    assert checkout.calls()[0] == "venv"
+
+
+def add_pyenv(folder: Path, version: str) -> Path:
+    """The stand-in as an interpreter in a folder of pyenv's."""
+    path = folder / "versions" / version / "bin" / "python"
+    path.parent.mkdir(parents=True)
+    path.write_text(FAKE_PYTHON)
+    path.chmod(0o755)
+    return path
+
+
+SHIM = "#!/bin/sh\necho 'pyenv: python3.13: command not found' >&2\nexit 127\n"
+
+
+def test_a_named_version_whose_shim_fails_is_looked_for_in_pyenv(
+    checkout: Checkout, tmp_path: Path
+) -> None:
+    checkout.add_python("python3.13", SHIM)
+    pyenv = {"PYENV_ROOT": str(tmp_path / "pyenv"), "PYTHON": "python3.13"}
+    add_pyenv(tmp_path / "pyenv", "3.12.1")
+    assert checkout.run("serve", **pyenv).returncode == 1
+    found = add_pyenv(tmp_path / "pyenv", "3.13.7")
+    assert f"with {found} (" in checkout.run("serve", **pyenv).stdout
+    checkout.calls()
+    checkout.run("serve", **pyenv)
+    assert checkout.calls() == ["run -P -m server"]
+
+
+def test_a_named_interpreter_that_fails_is_quoted(checkout: Checkout) -> None:
+    checkout.add_python("python3.13", SHIM)
+    checkout.add_python("old", f"#!/bin/sh\n{OLD_PYTHON}\n")
+    for name, words in (
+        ("python3.13", "pyenv: python3.13: command not found"),
+        ("/no/such/python", "No such file"),
+        ("old", "This is Python 3.8."),
+    ):
+        result = checkout.run("serve", PYTHON=name, PYENV_ROOT="/none")
+        assert result.returncode == 1
+        assert f"PYTHON={name} " in result.stderr
+        assert words in result.stderr
+        assert checkout.calls() == []
+
+
 def test_pyenv_versions_are_found(checkout: Checkout, tmp_path: Path) -> None:
     (checkout.bin / "python3.12").unlink()
-    folder = tmp_path / "pyenv" / "versions" / "3.13.7" / "bin"
-    folder.mkdir(parents=True)
-    (folder / "python").write_text(FAKE_PYTHON)
-    (folder / "python").chmod(0o755)
+    python = add_pyenv(tmp_path / "pyenv", "3.13.7")
     output = checkout.run("serve", PYENV_ROOT=str(tmp_path / "pyenv")).stdout
-    assert f"with {folder / 'python'} " in output
+    assert f"with {python} (" in output
 
 
 def test_without_the_venv_module_it_says_what_to_install(checkout: Checkout) -> None:
@@ -221,13 +281,6 @@ def test_without_the_venv_module_it_says_what_to_install(checkout: Checkout) -> 
     result = checkout.run("serve")
     assert result.returncode == 1
     assert "apt-get install python3-venv" in result.stderr
-
-
-def test_a_named_interpreter_that_does_not_run_is_an_error(checkout: Checkout) -> None:
-    result = checkout.run("serve", PYTHON="/no/such/python")
-    assert result.returncode == 1
-    assert "PYTHON=/no/such/python" in result.stderr
-    assert checkout.calls() == []
 
 
 def test_the_server_gets_the_signals(checkout: Checkout) -> None:
@@ -250,3 +303,16 @@ def test_the_server_gets_the_signals(checkout: Checkout) -> None:
     assert process.wait(timeout=20) == -signal.SIGTERM
     process.stdout.close()
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]])
+def test_a_script_beside_the_clone_imports_the_package(tmp_path: Path, how: list[str]) -> None:
+    """A folder that is named as the package does not come before it."""
+    try:
+        metadata.distribution("jaxserve")
+    except metadata.PackageNotFoundError:
+        pytest.skip("jaxserve is not installed")
+    (tmp_path / "jaxserve").mkdir()
+    (tmp_path / "script.py").write_text("from jaxserve import SamplingParams\n")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, *how], cwd=tmp_path, env=env, check=True, timeout=120)

@@ -130,6 +130,8 @@ def first_error(matcher: LLMatcher) -> str:
     """What is wrong with a matcher, in few words."""
     # What follows is the state of the library, for its authors.
     message = matcher.get_error().partition("<state>")[0]
+    if "initial_lexer_fuel" in message:
+        return "it is too much work to compile"  # the library's words are about its own limits
     return "no text matches it" if message.strip() == "NoExtensionBias" else _shorten(message)
 
 

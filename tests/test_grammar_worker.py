@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxserve import grammar_worker
 from jaxserve.errors import InvalidRequestError
+from jaxserve.grammar_checks import GrammarChecks
 from jaxserve.grammar_worker import CHECK_TIME_S, MAX_KEPT_BYTES, GrammarWorker
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured import Vocabulary, check_grammar
@@ -126,3 +128,14 @@ def test_a_vocabulary_that_cannot_be_made_is_not_the_fault_of_a_grammar():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="could not be started"):
             worker.check(Grammar("regex", "a"))
+
+
+async def test_json_without_a_schema_needs_no_process(monkeypatch):
+    def start():
+        raise OSError("no process")
+
+    monkeypatch.setattr(grammar_worker, "_start", start)
+    checks = GrammarChecks(TOKENIZER, VOCAB)
+    await checks.check(Grammar("json_object"))
+    with pytest.raises(OSError, match="no process"):
+        await checks.check(Grammar("choice", '["a"]'))

@@ -66,6 +66,7 @@ def test_what_can_be_followed(vocabulary, grammar):
         (Grammar("regex", "(?=a)b"), "look-around"),
         (Grammar("regex", "(" * 5000 + "a" + ")" * 5000), "regex"),
         (Grammar("regex", r"[^\s\S]"), "no text matches"),
+        (Grammar("regex", r"(\w|\w\w)*" * 300), "regex cannot be used: it is too much work"),
         (Grammar("choice", "[]"), f"1 to {MAX_CHOICES} texts, got 0"),
         (Grammar("choice", "[1]"), "a list of texts"),
         (Grammar("choice", '{"a": 1}'), "a list of texts"),

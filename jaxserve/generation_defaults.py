@@ -70,7 +70,9 @@ class GenerationDefaults:
             shown["max_tokens"] = self.max_tokens
         values = ", ".join(f"{name} {value:g}" for name, value in shown.items())
         is_ours = not self.sampling and self.max_tokens is None
-        source = "the API's own defaults" if is_ours else "the model's own"
+        source = (
+            "the API's own defaults" if is_ours else "the model's own, as in generation_config.json"
+        )
         return values, f"{source}; requests can set their own"
 
 

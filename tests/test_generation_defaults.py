@@ -13,7 +13,7 @@ def test_values_that_are_set_become_defaults() -> None:
     assert defaults.max_tokens == 7
     values, source = defaults.describe()
     assert values == "temperature 0.2, top_p 0.9, max_tokens 7"
-    assert "the model's own" in source
+    assert "generation_config.json" in source
     assert GenerationDefaults().describe()[0] == "temperature 1, top_p 1"
 
 

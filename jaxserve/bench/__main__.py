@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import front, neighbours
+from jaxserve.bench import front, load, neighbours
 from jaxserve.bench.figures import Figures, LoadFigures, Machine
 from jaxserve.bench.http import Timing, stream_completion
 from jaxserve.bench.program import base_parser, run
 from jaxserve.bench.server_process import HOST, ServerProcess
-from jaxserve.checkpoint.locate import open_tokenizer
+
+FIRST_ANSWER_LEN = 8
+"""Tokens of the answer that a start is timed to."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,30 +39,20 @@ def make_parser() -> argparse.ArgumentParser:
     """The flags of this program."""
     parser = base_parser("scripts/bench", __doc__)
     parser.add_argument("--num-requests", type=int, default=64, help="(default: 64)")
-    parser.add_argument("--input-len", type=int, default=128, help="(default: 128)")
-    parser.add_argument("--output-len", type=int, default=128, help="(default: 128)")
     parser.add_argument("--idle-seconds", type=float, default=5.0, help="(default: 5)")
     parser.add_argument(
         "--skip-cold-start",
         action="store_true",
         help="start only once, with the usual cache of compiled programs",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
-    parser.add_argument(
-        "server_flags", nargs="*", metavar="SERVER_FLAG", help="after --: flags of the server"
-    )
+    load.add_flags(parser, input_len=128, output_len=128)
     return parser
 
 
 async def measure(args: argparse.Namespace) -> Figures:
     """Starts the server, sends requests, and returns what came of it."""
-    vocab_size = open_tokenizer(args.model).vocab_size
-    numbers = random.Random(args.seed)
-
-    def body(output_len: int = args.output_len) -> dict:
-        prompt = [numbers.randrange(vocab_size) for _ in range(args.input_len)]
-        return {"prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True}
-
+    body = load.body_maker(args)
+    short = {"max_tokens": FIRST_ANSWER_LEN}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "server.log")
         flags = ["--model", args.model, *args.server_flags]
@@ -69,10 +60,10 @@ async def measure(args: argparse.Namespace) -> Figures:
         if not args.skip_cold_start:
             flags += ["--compilation-cache-dir", f"{folder}/compiled"]
             with ServerProcess(flags, log=log) as server:
-                cold_start_s = await _first_answer(server, body(8))
+                cold_start_s = await _first_answer(server, body() | short)
                 _say(f"first answer after {cold_start_s:.1f} s, nothing compiled before")
         with ServerProcess(flags, log=log) as server:
-            warm_start_s = await _first_answer(server, body(8))
+            warm_start_s = await _first_answer(server, body() | short)
             _say(f"first answer after {warm_start_s:.1f} s, compiled before")
             alone = LoadFigures.of([await stream_completion(HOST, server.port, body())])
             _say(f"one request: {alone.output_tokens_per_s:.1f} output tokens/s")

@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from jaxserve.bench import load
 from jaxserve.bench.figures import Machine
 from jaxserve.bench.http import Timing, stream_completion
+from jaxserve.bench.load import Body
 from jaxserve.bench.program import base_parser, run
 from jaxserve.bench.server_process import HOST, ServerProcess
-from jaxserve.checkpoint.locate import open_tokenizer
 from jaxserve.errors import JaxserveError
-
-Body = dict[str, Any]
 
 
 def kinds(output_len: int) -> dict[str, Body]:
@@ -98,26 +95,14 @@ def make_parser() -> argparse.ArgumentParser:
     """The flags of this program."""
     parser = base_parser("scripts/bench neighbours", __doc__)
     parser.add_argument("--num-neighbours", type=int, default=15, help="(default: 15)")
-    parser.add_argument("--input-len", type=int, default=32, help="(default: 32)")
-    parser.add_argument("--output-len", type=int, default=128, help="(default: 128)")
     parser.add_argument("--repeats", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
-    parser.add_argument(
-        "server_flags", nargs="*", metavar="SERVER_FLAG", help="after --: flags of the server"
-    )
+    load.add_flags(parser, input_len=32, output_len=128)
     return parser
 
 
 async def measure(args: argparse.Namespace) -> NeighbourFigures:
     """Starts the server, runs every kind once to warm up, then compares."""
-    vocab_size = open_tokenizer(args.model).vocab_size
-    numbers = random.Random(args.seed)
-
-    def body() -> Body:
-        prompt = [numbers.randrange(vocab_size) for _ in range(args.input_len)]
-        length = args.output_len
-        return {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True}
-
+    body = load.body_maker(args)
     asked = kinds(args.output_len)
     plain: list[_Cost] = []
     ratios: dict[str, list[_Cost]] = {kind: [] for kind in asked}

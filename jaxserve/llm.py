@@ -24,22 +24,22 @@ from typing import Any, TypeAlias, TypeVar
 
 from tqdm import tqdm
 
+from jaxserve.client.in_process import InProcessEngine
+from jaxserve.client.launcher import memory_settings
 from jaxserve.config import EngineConfig
 from jaxserve.engine.built import BuiltEngine
-from jaxserve.engine.launcher import memory_settings
 from jaxserve.engine.process import load_factory
+from jaxserve.engine.progress_lines import ProgressLines
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
-from jaxserve.frontend import Frontend
-from jaxserve.in_process import InProcessEngine
-from jaxserve.llm_outputs import CompletionOutput, LLMOutput, Prompt, as_prompts, collect
-from jaxserve.messages import Progress
+from jaxserve.front.concurrency import as_finished
+from jaxserve.front.served_model import ServedModel
+from jaxserve.front.text_engine import Frontend
+from jaxserve.ipc.messages import Progress
+from jaxserve.offline.outputs import CompletionOutput, LLMOutput, Prompt, as_prompts, collect
 from jaxserve.openai.prompts import render_prompt
 from jaxserve.openai.protocol import ChatRequest
-from jaxserve.progress_lines import ProgressLines
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.served_model import ServedModel
-from jaxserve.tokenizer import Tokenizer
-from jaxserve.window import as_finished
+from jaxserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Messages: TypeAlias = list[dict[str, Any]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from jaxserve.config import GIB, MIB
-from jaxserve.messages import Progress
+from jaxserve.ipc.messages import Progress
 
 QUIET_S = 3.5
 """Time without a word after which the next tick says how far things are."""

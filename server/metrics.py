@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxserve.frontend import Frontend
-from jaxserve.messages import StepStats
-from jaxserve.metrics import REQUEST_HISTOGRAMS, Histogram, RequestMetrics
+from jaxserve.front.metrics import REQUEST_HISTOGRAMS, Histogram, RequestMetrics
+from jaxserve.front.text_engine import Frontend
+from jaxserve.ipc.messages import StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

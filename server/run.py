@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 
-from jaxserve.client import EngineClient
+from jaxserve.client.engine_client import EngineClient
+from jaxserve.client.protocol import Engine
 from jaxserve.config import EngineConfig
-from jaxserve.engine_protocol import Engine
 from jaxserve.errors import ConfigError
-from jaxserve.frontend import Frontend
-from jaxserve.served_model import ServedModel
+from jaxserve.front.served_model import ServedModel
+from jaxserve.front.text_engine import Frontend
 from server.app import create_app
 from server.console import Console
 from server.http import HttpProtocol, HttpServer

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxserve.client import FACTORY
+from jaxserve.client.engine_client import FACTORY
 from jaxserve.config import MIB, setting
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.openai.prompts import check_variables

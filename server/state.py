@@ -6,7 +6,7 @@ import time
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import JaxserveError
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 
 
 class UnavailableError(JaxserveError):

@@ -9,12 +9,12 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from jaxserve.cli import read_flags
+from jaxserve.client.in_process import InProcessEngine
 from jaxserve.config import EngineConfig
 from jaxserve.engine.process import load_factory
-from jaxserve.frontend import Frontend
-from jaxserve.in_process import InProcessEngine
-from jaxserve.messages import Progress
-from jaxserve.served_model import ServedModel
+from jaxserve.front.served_model import ServedModel
+from jaxserve.front.text_engine import Frontend
+from jaxserve.ipc.messages import Progress
 from server.__main__ import make_parser, read_config
 from server.app import create_app
 from server.run import http_server, is_local, listen, make_frontend, read_template

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from jaxserve.engine_protocol import Engine
-from jaxserve.messages import StepStats
+from jaxserve.client.protocol import Engine
+from jaxserve.ipc.messages import StepStats
 
 logger = logging.getLogger(__name__)
 

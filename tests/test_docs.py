@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import server.__main__
-from jaxserve import offline
 from jaxserve.bench import __main__ as bench
 from jaxserve.bench import front, neighbours
+from jaxserve.offline import __main__ as offline
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

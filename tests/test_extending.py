@@ -16,7 +16,7 @@ from jaxserve.config import Device
 from jaxserve.core import policy
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.core import EngineCore
-from jaxserve.messages import Submit
+from jaxserve.ipc.messages import Submit
 from jaxserve.models import registry
 from jaxserve.models.loading import load_params
 from jaxserve.models.spec import ModelSpec

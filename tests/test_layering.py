@@ -126,7 +126,12 @@ def test_kernels_import_jax_alone(module: str) -> None:
 @pytest.mark.parametrize("module", of_package("jaxserve.core"))
 def test_core_is_pure_python(module: str) -> None:
     assert external(module) <= {"msgspec"}
-    allowed = ("jaxserve.core", "jaxserve.messages", "jaxserve.sampling_params", "jaxserve.errors")
+    allowed = (
+        "jaxserve.core",
+        "jaxserve.ipc.messages",
+        "jaxserve.sampling_params",
+        "jaxserve.errors",
+    )
     assert not {name for name in own(module) if not any(is_in(name, a) for a in allowed)}
     # Time and randomness are arguments.
     assert not {top(n) for n in imported_by(module)} & {"time", "random", "os", "socket", "asyncio"}
@@ -135,7 +140,10 @@ def test_core_is_pure_python(module: str) -> None:
 BACKWARDS = [
     # (package, what nothing in it may import)
     ("jaxserve", ("server",)),
-    ("jaxserve.models", ("jaxserve.runner", "jaxserve.engine", "jaxserve.core", "jaxserve.client")),
+    (
+        "jaxserve.models",
+        ("jaxserve.runner", "jaxserve.engine", "jaxserve.core", "jaxserve.client"),
+    ),
     ("jaxserve.ops", ("jaxserve.models", "jaxserve.runner", "jaxserve.engine", "jaxserve.core")),
     (
         "jaxserve.sampling",
@@ -145,9 +153,15 @@ BACKWARDS = [
         "jaxserve.checkpoint",
         ("jaxserve.models", "jaxserve.runner", "jaxserve.engine", "jaxserve.core", "jaxserve.ops"),
     ),
-    ("jaxserve.runner", ("jaxserve.engine", "jaxserve.client", "jaxserve.transport")),
-    ("jaxserve.engine.core", ("jaxserve.runner", "jaxserve.models", "jaxserve.transport")),
-    ("jaxserve.openai", ("jaxserve.client", "jaxserve.transport", "starlette", "uvicorn")),
+    (
+        "jaxserve.runner",
+        ("jaxserve.engine", "jaxserve.client", "jaxserve.ipc.transport"),
+    ),
+    ("jaxserve.engine.core", ("jaxserve.runner", "jaxserve.models", "jaxserve.ipc.transport")),
+    (
+        "jaxserve.openai",
+        ("jaxserve.client", "jaxserve.ipc.transport", "starlette", "uvicorn"),
+    ),
 ]
 
 
@@ -192,7 +206,7 @@ def test_torch_is_imported_nowhere() -> None:
 def test_the_front_process_runs_without_jax() -> None:
     """What the source says, once more in a fresh interpreter."""
     code = (
-        "import sys, server.app, server.__main__, jaxserve.client\n"
+        "import sys, server.app, server.__main__, jaxserve.client.engine_client\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
     )
     run = subprocess.run(

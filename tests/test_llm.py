@@ -17,7 +17,7 @@ from jaxserve import llm as llm_module
 from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError
 from jaxserve.llm import LLM, ask_for_memory, engine_config
-from jaxserve.llm_outputs import as_prompts
+from jaxserve.offline.outputs import as_prompts
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_runner import FakeModel, expected_tokens

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 
 class Checkpoint(Protocol):

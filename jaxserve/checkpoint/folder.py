@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.checkpoint.safetensors import SafetensorsFile
 from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from jaxserve.checkpoint.gguf_dequantize import dequantize, output_dtype
 from jaxserve.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from jaxserve.checkpoint.gguf_tokenizer import build_tokenizer
 from jaxserve.errors import CheckpointError
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 METADATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import CheckpointError
-from jaxserve.token_bytes import SPACE_MARK
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.token_bytes import SPACE_MARK
+from jaxserve.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of token, as in ``tokenizer.ggml.token_type``."""

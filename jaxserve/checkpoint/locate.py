@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxserve.checkpoint.checkpoint import Checkpoint
 from jaxserve.checkpoint.folder import FolderCheckpoint
 from jaxserve.errors import CheckpointError
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 PYTHON_PREFIX = "python:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from jaxserve.messages import FinishReason
+from jaxserve.ipc.messages import FinishReason
 
 
 class Constraint(Protocol):

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from jaxserve.core.constraint import Constraint
-from jaxserve.messages import TokenLogprobs
+from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jaxserve.core.constraint import Constraint
-from jaxserve.messages import FinishReason, Submit, TokenLogprobs
+from jaxserve.ipc.messages import FinishReason, Submit, TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
 

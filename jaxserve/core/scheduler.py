@@ -16,7 +16,7 @@ from jaxserve.core.policy import POLICIES
 from jaxserve.core.request import Request, Status
 from jaxserve.core.step_draft import StepDraft
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.messages import FinishReason, RequestOutput, StepStats, Submit
+from jaxserve.ipc.messages import FinishReason, RequestOutput, StepStats, Submit
 
 
 class Scheduler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.engine.core import EngineCore
-from jaxserve.messages import Ready
+from jaxserve.ipc.messages import Ready
 
 
 @dataclass(frozen=True, slots=True)

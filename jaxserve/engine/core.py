@@ -11,9 +11,9 @@ import msgspec
 from jaxserve.core.constraint import Constraint
 from jaxserve.core.plan import Runner, StepHandle, StepPlan
 from jaxserve.core.scheduler import Scheduler
-from jaxserve.engine.compiling import Compile, CompilingRequests
 from jaxserve.errors import InvalidRequestError
-from jaxserve.messages import FinishReason, RequestOutput, StepStats, Submit
+from jaxserve.ipc.messages import FinishReason, RequestOutput, StepStats, Submit
+from jaxserve.structured_output.compiling import Compile, CompilingRequests
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,8 @@ from jaxserve.config import (
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.grammars import GrammarCompiler
 from jaxserve.engine.phase import Phase
-from jaxserve.messages import Progress, Ready
+from jaxserve.ipc.messages import Progress, Ready
 from jaxserve.models.loading import abstract_params, load_params
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
@@ -36,7 +35,8 @@ from jaxserve.runner.buckets import table_widths
 from jaxserve.runner.compilation_cache import keep_compiled_programs
 from jaxserve.runner.device import current_device
 from jaxserve.runner.runner import ModelRunner
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.structured_output.constraint import GrammarCompiler
+from jaxserve.text.tokenizer import Tokenizer
 
 
 def build(

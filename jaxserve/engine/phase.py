@@ -10,7 +10,7 @@ from typing import Self
 
 import msgspec
 
-from jaxserve.messages import Progress
+from jaxserve.ipc.messages import Progress
 
 REPEAT_S = 2.0
 """A phase that has nothing new to report says the same again after this time."""

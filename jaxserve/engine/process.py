@@ -33,9 +33,9 @@ import zmq
 
 from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.launcher import FAILED_EXIT_CODE, Launch
 from jaxserve.errors import JaxserveError
-from jaxserve.messages import (
+from jaxserve.ipc.launch import FAILED_EXIT_CODE, Launch
+from jaxserve.ipc.messages import (
     Abort,
     EngineEvent,
     EngineFailed,
@@ -46,7 +46,7 @@ from jaxserve.messages import (
     StepStats,
     Submit,
 )
-from jaxserve.transport import EventSender, RequestReceiver
+from jaxserve.ipc.transport import EventSender, RequestReceiver
 
 HEARTBEAT_S = 1.0
 """How often an idle engine says that it is there."""

@@ -7,7 +7,8 @@ from contextlib import aclosing
 
 import msgspec
 
-from jaxserve.frontend import Frontend
+from jaxserve.front.outputs import Delta
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai.constraints import constrained
 from jaxserve.openai.frames import framed
 from jaxserve.openai.job import Job, new_id
@@ -27,7 +28,6 @@ from jaxserve.openai.protocol import (
 )
 from jaxserve.openai.tools import ToolUse, call_id_maker, make_parser, read_tools
 from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.streams import Delta
 
 
 async def prepare(frontend: Frontend, request: ChatRequest, *, request_id: str = "") -> Job:

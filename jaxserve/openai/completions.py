@@ -7,14 +7,14 @@ from contextlib import aclosing
 
 import msgspec
 
-from jaxserve.frontend import Frontend
+from jaxserve.front.outputs import Delta
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai.constraints import constrained
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import CompletionScores, extend, prompt_logprobs
 from jaxserve.openai.params import asked_tokens, check_fields, completion_params, length_field
 from jaxserve.openai.prompts import Prompt, completion_prompts, encode_prompts
 from jaxserve.openai.protocol import Completion, CompletionChoice, CompletionRequest
-from jaxserve.streams import Delta
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai.decoding import json_type
 from jaxserve.openai.protocol import GenerationRequest
 from jaxserve.openai.tools import ToolUse

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequestError, RequestFailedError
-from jaxserve.frontend import Frontend
+from jaxserve.front.outputs import Delta
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai.params import check_prompt_fields
 from jaxserve.openai.prompts import completion_prompts, encode_cut
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.streams import Delta
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, frozen=True):

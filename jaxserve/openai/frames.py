@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai.tools import PROMPT_TAIL, ToolUse
 from jaxserve.parsing.answer_frame import answer_frame, marks_of
 from jaxserve.parsing.call_rules import RuleWriter

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
-from jaxserve.frontend import Frontend
+from jaxserve.front.outputs import Delta
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai.logprobs import TokenName, token_names
 from jaxserve.openai.messages import PLAIN, MessageForm
 from jaxserve.openai.protocol import (
@@ -19,8 +20,7 @@ from jaxserve.openai.protocol import (
     Usage,
 )
 from jaxserve.sampling_params import ALL_LOGPROBS, SamplingParams
-from jaxserve.streams import Delta
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from jaxserve.messages import TokenLogprobs
+from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.openai.protocol import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -14,7 +14,7 @@ from jaxserve.openai.protocol import (
     PromptLogprobs,
     TopLogprob,
 )
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON has not; the opposite stands for infinity."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxserve.front.outputs import Delta
 from jaxserve.openai.protocol import (
     ChatDelta,
     ChatMessage,
@@ -21,7 +22,6 @@ from jaxserve.parsing.events import (
     ToolCallStart,
 )
 from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.streams import Delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.generation_defaults import GenerationDefaults
-from jaxserve.messages import Ready
+from jaxserve.front.generation_defaults import GenerationDefaults
+from jaxserve.ipc.messages import Ready
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from jaxserve.sampling_params import SamplingParams, logprobs_within
 

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from jaxserve.chat_template import render_chat
 from jaxserve.errors import InvalidRequestError
-from jaxserve.frontend import INLINE_CHARS, Frontend
+from jaxserve.front.text_engine import INLINE_CHARS, Frontend
 from jaxserve.openai.decoding import json_type, wrong_type
 from jaxserve.openai.params import asked_tokens
 from jaxserve.openai.protocol import GenerationRequest
+from jaxserve.text.chat_template import render_chat
 
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 10_000

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.frontend import Frontend
+from jaxserve.front.outputs import Delta
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai import chat
 from jaxserve.openai.errors import error_reply
 from jaxserve.openai.job import Job
@@ -29,7 +30,6 @@ from jaxserve.openai.responses_protocol import (
     ResponsesRequest,
     ResponseUsage,
 )
-from jaxserve.streams import Delta
 
 logger = logging.getLogger(__name__)
 

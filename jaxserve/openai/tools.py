@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai.decoding import wrong_type
 from jaxserve.openai.protocol import ChatRequest
 from jaxserve.parsing.enforced import json_array_calls, named_call

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxserve.parsing.call_rules import Terminal, quoted
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 
 def answer_frame(*, think: str, calls: str) -> str:

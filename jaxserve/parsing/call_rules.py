@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.parsing.enforced import any_call_schema
-from jaxserve.structured import json_term
+from jaxserve.structured_output.grammar import json_term
 
 Terminal = Callable[[str], str]
 """From the text of a mark to what stands for it in a rule: the text, or a special token."""

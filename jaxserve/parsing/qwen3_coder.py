@@ -22,7 +22,7 @@ from typing import Any
 from jaxserve.parsing.call_rules import RuleWriter, quoted
 from jaxserve.parsing.scanner import NAME, Scanner, Steps
 from jaxserve.parsing.typed_text import property_types, typed_json
-from jaxserve.structured import json_term
+from jaxserve.structured_output.grammar import json_term
 
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"

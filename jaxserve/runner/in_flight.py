@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxserve.core.plan import StepPlan, StepResult
-from jaxserve.messages import TokenLogprobs
+from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.runner.pooling import PooledVectors
 from jaxserve.runner.prompt_logprobs import PromptScores
 from jaxserve.runner.sampling_batch import SamplingNeeds

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import StepPlan
-from jaxserve.messages import TokenLogprobs
+from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.runner.programs import CompilationLog, Program
 from jaxserve.runner.step import LanguageModel
 from jaxserve.sampling.logprobs import Logprobs, compute_logprobs, logprobs_size, to_message

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.messages import TokenLogprobs
+from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.sampling.vocabulary import top_k
 
 FEWEST = 20

@@ -15,7 +15,7 @@ from jaxserve.checkpoint.locate import open_tokenizer
 from jaxserve.config import EngineConfig
 from jaxserve.core.plan import Runner, StepPlan, StepResult
 from jaxserve.engine.built import BuiltEngine
-from jaxserve.messages import Progress
+from jaxserve.ipc.messages import Progress
 from jaxserve.testing.fake_engine import build_around
 
 

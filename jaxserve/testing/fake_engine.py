@@ -15,7 +15,7 @@ from jaxserve.core.plan import Runner
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.core import EngineCore
-from jaxserve.messages import Progress, Ready
+from jaxserve.ipc.messages import Progress, Ready
 from jaxserve.testing.fake_runner import POOLED_WIDTH, FakeModel, FakeRunner
 
 MAX_MODEL_LEN = 1024

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
 from jaxserve.errors import ConfigError
-from jaxserve.messages import TokenLogprobs
+from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
 POOLED_WIDTH = 8

@@ -21,7 +21,7 @@ from jaxserve.testing.tiny_tokenizer import (
     spm_backend,
     tiny_backend,
 )
-from jaxserve.token_bytes import SPACE_MARK, byte_level_alphabet
+from jaxserve.text.token_bytes import SPACE_MARK, byte_level_alphabet
 
 VOCAB_SIZE = 512
 EOS = SPECIAL_TOKENS["eos_token"]

@@ -7,7 +7,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from jaxserve.errors import EngineDeadError
-from jaxserve.messages import FinishReason, Ready, RequestOutput, StepStats, Submit, TokenLogprobs
+from jaxserve.ipc.messages import (
+    FinishReason,
+    Ready,
+    RequestOutput,
+    StepStats,
+    Submit,
+    TokenLogprobs,
+)
 
 READY = Ready(
     engine=0,

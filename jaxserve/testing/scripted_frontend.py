@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.frontend import Frontend
-from jaxserve.messages import Ready, Submit
+from jaxserve.front.text_engine import Frontend
+from jaxserve.ipc.messages import Ready, Submit
 from jaxserve.testing.scripted_engine import READY, ScriptedEngine
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 

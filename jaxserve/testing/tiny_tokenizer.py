@@ -9,8 +9,8 @@ from string import ascii_lowercase
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from jaxserve.token_bytes import SPACE_MARK
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.token_bytes import SPACE_MARK
+from jaxserve.text.tokenizer import Tokenizer
 
 MERGES = (
     *(("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo"), ("o", "r"), ("or", "l"), ("orl", "d")),

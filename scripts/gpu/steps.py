@@ -12,7 +12,7 @@ from gpu.options import DUMP, Options
 from gpu.report import Report
 from gpu.served_model import ServedModel
 from jaxserve.core.plan import StepPlan
-from jaxserve.messages import Submit
+from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 
 # The host is timed while contexts are short, when the device gives it the least time.

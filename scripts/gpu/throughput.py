@@ -9,7 +9,7 @@ import numpy as np
 from gpu.options import Options
 from gpu.report import Report
 from gpu.served_model import ServedModel
-from jaxserve.messages import Submit
+from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from jaxserve import __version__
 from jaxserve.errors import InvalidRequestError
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from server.body import read_json
 from server.state import ServerState
 

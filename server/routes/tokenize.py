@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai.prompts import render_prompt
 from jaxserve.openai.protocol import DetokenizeRequest, TokenizeRequest
 from jaxserve.sampling_params import check_ids

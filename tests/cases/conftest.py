@@ -27,8 +27,8 @@ import msgspec
 import pytest
 
 from jaxserve.bench.server_process import ServerProcess
-from jaxserve.engine_protocol import Engine
-from jaxserve.messages import RequestOutput, Submit
+from jaxserve.client.protocol import Engine
+from jaxserve.ipc.messages import RequestOutput, Submit
 from jaxserve.testing.api_client import ApiClient
 from jaxserve.testing.scripted_checkpoint import write_scripted
 from jaxserve.testing.tiny import tiny_config, write_checkpoint

@@ -9,7 +9,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from jaxserve.messages import FinishReason, RequestOutput
+from jaxserve.ipc.messages import FinishReason, RequestOutput
 from jaxserve.testing.api_client import CHAT, COMPLETIONS, Streamed
 from jaxserve.testing.scripted_checkpoint import EOS, SPM_EOS
 

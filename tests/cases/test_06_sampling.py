@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.locate import open_checkpoint
-from jaxserve.messages import RequestOutput, Submit
+from jaxserve.ipc.messages import RequestOutput, Submit
 from jaxserve.testing.api_client import CHAT, COMPLETIONS
 from jaxserve.testing.reference import Reference
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.engine_protocol import Engine
-from jaxserve.messages import RequestOutput, Submit
+from jaxserve.client.protocol import Engine
+from jaxserve.ipc.messages import RequestOutput, Submit
 from jaxserve.testing.api_client import CHAT, COMPLETIONS, Streamed
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 from jaxserve.testing.tiny_tokenizer import full_backend

@@ -18,8 +18,8 @@ import httpx
 import psutil
 import pytest
 
+from jaxserve.ipc.transport import MAX_SOCKET_PATH, SocketFolder
 from jaxserve.testing.api_client import COMPLETIONS
-from jaxserve.transport import MAX_SOCKET_PATH, SocketFolder
 from server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]

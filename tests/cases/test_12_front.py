@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from jaxserve.config import ModelConfig
-from jaxserve.served_model import ServedModel
+from jaxserve.front.served_model import ServedModel
 from jaxserve.testing.api_client import CHAT, COMPLETIONS
 from jaxserve.testing.tiny import write_checkpoint
 from server.app import ROUTES
@@ -219,7 +219,7 @@ socket.socket.connect = socket.socket.connect_ex = refuse
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError
-from jaxserve.served_model import ServedModel
+from jaxserve.front.served_model import ServedModel
 
 for model, _, tokenizer in (arg.partition(",") for arg in sys.argv[1:]):
     try:

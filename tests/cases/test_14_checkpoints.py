@@ -25,9 +25,9 @@ from jaxserve.config import (
 )
 from jaxserve.engine.factory import build
 from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.front.served_model import ServedModel
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runner.device import current_device
-from jaxserve.served_model import ServedModel
 from jaxserve.testing.one_step import logits_of
 from jaxserve.testing.reference import Reference
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint

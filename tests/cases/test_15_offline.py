@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.client import FACTORY
-from jaxserve.offline import INTERRUPTED, main
+from jaxserve.client.engine_client import FACTORY
+from jaxserve.offline.__main__ import INTERRUPTED, main
 from server.testing import flags
 
 FAKE = "jaxserve.testing.fake_engine:build"
@@ -169,7 +169,7 @@ def test_js_231_odd_lines(batch: Batch, line: Any, says: str) -> None:
 
 SLOW = """
 import dataclasses, sys
-from jaxserve import offline
+from jaxserve.offline import __main__ as offline
 from jaxserve.testing import fake_engine
 
 def build(config, engine, on_progress):

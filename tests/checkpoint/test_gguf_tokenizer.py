@@ -12,7 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from jaxserve.checkpoint.gguf_file import GGUFFile
 from jaxserve.checkpoint.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
 from jaxserve.errors import CheckpointError
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 WORDS = """def main(argv: list[str]) -> int:|return x**2 + y_1;|if (a != b) { c = a ? d : e; }|
     <div class="x">&nbsp;</div>|SELECT * FROM t WHERE id='9';|don't|DON'T|we'll|I'VE|it's|'s|

@@ -3,7 +3,7 @@ import pytest
 from jaxserve.core.block_pool import BlockPool
 from jaxserve.core.kv_cache_manager import KVCacheManager
 from jaxserve.core.request import Request
-from jaxserve.messages import Submit
+from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 
 

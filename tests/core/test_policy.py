@@ -2,7 +2,7 @@ import random
 
 from jaxserve.core.policy import POLICIES
 from jaxserve.core.request import Request
-from jaxserve.messages import Submit
+from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 
 

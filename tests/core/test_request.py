@@ -1,7 +1,7 @@
 import pytest
 
 from jaxserve.core.request import Request
-from jaxserve.messages import FinishReason, Submit
+from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import SamplingParams
 
 EOS, STOP_ID, OTHER = 2, 7, 5

@@ -5,7 +5,7 @@ import pytest
 from jaxserve.core.plan import StepResult
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError
-from jaxserve.messages import FinishReason, Submit, TokenLogprobs
+from jaxserve.ipc.messages import FinishReason, Submit, TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
 EOS, OTHER = 2, 5

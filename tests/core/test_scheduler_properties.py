@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from jaxserve.core.limits import context_length
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.core import EngineCore
-from jaxserve.messages import FinishReason, Submit
+from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
 

@@ -12,7 +12,7 @@ import pytest
 from jaxserve.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig, SchedulerConfig
 from jaxserve.engine.factory import build
 from jaxserve.errors import ConfigError
-from jaxserve.messages import Submit
+from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 

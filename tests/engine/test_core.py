@@ -7,7 +7,7 @@ import pytest
 from jaxserve.core.plan import StepResult
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.core import EngineCore
-from jaxserve.messages import FinishReason, Submit
+from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
 
@@ -198,7 +198,7 @@ def test_a_whole_engine_runs_without_jax():
     program = """
 import sys
 from jaxserve.config import EngineConfig
-from jaxserve.messages import Submit
+from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_engine import build
 

@@ -17,7 +17,7 @@ from jaxserve.config import (
 from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.factory import build
 from jaxserve.errors import ConfigError
-from jaxserve.messages import Progress, Submit
+from jaxserve.ipc.messages import Progress, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.tiny import write_checkpoint
 

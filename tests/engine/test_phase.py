@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.engine import phase as phase_module
 from jaxserve.engine.phase import Phase
-from jaxserve.messages import Progress
+from jaxserve.ipc.messages import Progress
 
 
 def test_a_phase_reports_start_updates_and_duration():

@@ -10,12 +10,12 @@ import time
 import psutil
 import pytest
 
-from jaxserve.client import EngineClient
+from jaxserve.client.engine_client import EngineClient
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import process
 from jaxserve.engine.process import EngineLoop, failure
 from jaxserve.errors import CheckpointError, EngineDeadError
-from jaxserve.messages import Abort, FinishReason, Shutdown, StepStats, Submit
+from jaxserve.ipc.messages import Abort, FinishReason, Shutdown, StepStats, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_runner import FakeModel, expected_tokens
@@ -174,7 +174,7 @@ def test_failure_of_a_user_is_its_message_and_one_of_ours_has_a_traceback():
 
 FRONT = """
 import asyncio, sys
-from jaxserve.client import EngineClient
+from jaxserve.client.engine_client import EngineClient
 from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig
 from jaxserve.errors import JaxserveError
 
@@ -292,7 +292,7 @@ async def client():
 
 IDLE_FRONT = """
 import asyncio, psutil
-from jaxserve.client import EngineClient
+from jaxserve.client.engine_client import EngineClient
 from jaxserve.config import EngineConfig
 
 async def main():
@@ -332,7 +332,7 @@ async def test_interrupts_and_polite_kills_are_left_to_the_front(client):
 
 async def test_an_engine_that_cannot_send_does_not_live_on(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("jaxserve.client.LAST_WORDS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("jaxserve.client.engine_client.LAST_WORDS_TIMEOUT_S", 0.01)
     (tmp_path / "odd.py").write_text(
         "import time\ndef build(config, engine, on_progress):\n"
         "    on_progress(object())\n    time.sleep(60)\n"

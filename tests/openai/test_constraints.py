@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxserve import grammar_checks
 from jaxserve.errors import InvalidRequestError
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai import chat, completions, responses
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
 from jaxserve.sampling_params import Grammar
+from jaxserve.structured_output import checks as grammar_checks
 from jaxserve.testing.scripted_frontend import scripted_frontend
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -16,7 +16,7 @@ from jaxserve.errors import (
     RequestFailedError,
     UnknownModelError,
 )
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai import embeddings
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.embeddings import EmbeddingRequest

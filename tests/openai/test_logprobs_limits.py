@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai import chat, completions, responses
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.logprobs import finite

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from jaxserve.errors import ContextLengthError, InvalidRequestError, UnknownModelError
-from jaxserve.frontend import Frontend
-from jaxserve.generation_defaults import GenerationDefaults
+from jaxserve.front.generation_defaults import GenerationDefaults
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai import chat, completions
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest

@@ -10,7 +10,7 @@ from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai import responses
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.responses_protocol import ResponsesRequest

@@ -10,12 +10,12 @@ from openai.types.chat import ChatCompletion as OpenAIChat
 from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from jaxserve.openai import chat
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.protocol import ChatRequest
 from jaxserve.testing.scripted_frontend import scripted_frontend
-from jaxserve.tokenizer import Pieces
+from jaxserve.text.tokenizer import Pieces
 
 TEMPLATE = (
     "{% if tools %}tools{% for t in tools %}:{{ t.function.name }}{% endfor %} <tool_call>\n"

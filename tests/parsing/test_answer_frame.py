@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxserve.engine.grammars import GrammarCompiler
-from jaxserve.messages import FinishReason, Submit
+from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.parsing.answer_frame import answer_frame, marks_of
 from jaxserve.parsing.call_rules import RuleWriter
 from jaxserve.parsing.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
@@ -22,6 +21,7 @@ from jaxserve.parsing.registry import (
     tool_parser,
 )
 from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.structured_output.constraint import GrammarCompiler
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -13,7 +13,7 @@ import pytest
 from jaxserve.config import Sizes
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.core import EngineCore
-from jaxserve.messages import RequestOutput, Submit
+from jaxserve.ipc.messages import RequestOutput, Submit
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 from jaxserve.runner.kv_cache import allocate
 from jaxserve.runner.runner import ModelRunner

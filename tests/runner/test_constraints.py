@@ -8,9 +8,9 @@ import pytest
 
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.grammars import GrammarCompiler
-from jaxserve.messages import FinishReason, Submit
+from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.structured_output.constraint import GrammarCompiler
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
 VOCAB = 300

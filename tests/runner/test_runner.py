@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.core import EngineCore
-from jaxserve.messages import FinishReason, RequestOutput, Submit
+from jaxserve.ipc.messages import FinishReason, RequestOutput, Submit
 from jaxserve.sampling_params import SamplingParams
 
 VOCAB = 300

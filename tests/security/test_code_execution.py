@@ -135,7 +135,7 @@ def test_calls_of_a_model_are_read_and_not_evaluated(name, tmp_path):
 
 def test_a_template_has_no_way_out():
     """Those that jinja had to mend: CVE-2024-56201, CVE-2024-56326, CVE-2025-27516."""
-    from jaxserve.chat_template import render_chat
+    from jaxserve.text.chat_template import render_chat
 
     for template in (
         "{{ ('{0.__class__.__init__.__globals__}'|attr('format'))(messages) }}",

@@ -23,7 +23,7 @@ from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.loading import load_params
 from jaxserve.models.spec import ModelSpec
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 REFUSALS = (CheckpointError, UnsupportedModelError)
 MAX_MESSAGE = 1000

@@ -12,13 +12,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jaxserve import chat_template, grammar_checks, grammar_worker, sampling_params, structured
+from jaxserve import sampling_params
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.config import MIB
-from jaxserve.engine import compiling, grammars
 from jaxserve.openai import constraints, errors, params, prompts, tools
+from jaxserve.structured_output import checks as grammar_checks
+from jaxserve.structured_output import compiling
+from jaxserve.structured_output import constraint as grammars
+from jaxserve.structured_output import grammar as structured
+from jaxserve.structured_output import worker as grammar_worker
 from jaxserve.testing.scripted_frontend import scripted_frontend
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
+from jaxserve.text import chat_template
 from server import http as server_http
 from server.app import create_app
 from server.settings import ApiSettings, ServerSettings

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from jaxserve.testing.scripted_frontend import scripted_frontend
 from server.app import create_app
 from server.settings import ApiSettings

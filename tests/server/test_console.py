@@ -4,7 +4,7 @@ import asyncio
 import io
 import itertools
 
-from jaxserve.messages import Progress
+from jaxserve.ipc.messages import Progress
 from server.console import Console
 
 

@@ -2,8 +2,8 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.messages import RequestOutput, StepOutputs, StepStats
-from jaxserve.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS, token_buckets
+from jaxserve.front.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS, token_buckets
+from jaxserve.ipc.messages import RequestOutput, StepOutputs, StepStats
 from jaxserve.testing.scripted_frontend import scripted_frontend
 from server.metrics import ENGINE_METRICS, render
 

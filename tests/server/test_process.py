@@ -26,7 +26,7 @@ MODEL = "fake:vocab=272,step_s=0.01"
 
 SLOW_FACTORY = """
 import time
-from jaxserve.messages import Progress
+from jaxserve.ipc.messages import Progress
 
 def build(config, engine, on_progress):
     on_progress(Progress(engine, "compile", 1, 8, "programs"))

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from jaxserve.messages import StepStats
+from jaxserve.ipc.messages import StepStats
 from server.throughput import describe, log_throughput
 
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from jaxserve.frontend import Frontend
+from jaxserve.front.text_engine import Frontend
 from jaxserve.testing.scripted_frontend import scripted_frontend
 from server.app import create_app
 from server.state import ServerState

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import EngineConfig, ModelConfig, SchedulerConfig
-from jaxserve.messages import Submit
+from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.echo_engine import build
 

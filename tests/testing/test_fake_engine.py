@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from jaxserve.errors import ConfigError
-from jaxserve.messages import Submit
+from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_engine import build
 from jaxserve.testing.fake_runner import FakeModel, expected_tokens

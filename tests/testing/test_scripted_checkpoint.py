@@ -8,7 +8,7 @@ from jaxserve.testing.scripted_checkpoint import (
     write_scripted,
 )
 from jaxserve.testing.tiny_tokenizer import full_backend
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 
 def successor(folder, token_id: int) -> int:

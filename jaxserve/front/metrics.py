@@ -1,0 +1,195 @@
+"""What is counted about requests where they come in: sums and histograms, nothing about their form.
+
+Observing costs well under a microsecond, so that it can be done for every token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import msgspec
+
+from jaxserve.ipc.messages import StepOutputs
+
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+LATENCY_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
+N_BUCKETS = (1, 2, 5, 10, 20)
+STEP_BUCKETS = (1, *(8 * 2**i for i in range(12)))
+
+
+class Histogram:
+    """Counts of values up to each of ascending ``bounds``, in seconds or tokens."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Adds a value, ``times`` over."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+class RequestRecord(msgspec.Struct):
+    """The course of one request to an engine. Times are `time.monotonic()` seconds; 0: not yet.
+
+    ``scheduled_s`` is when the engine first ran it, ``max_tokens`` is the length that was allowed;
+    0 where nothing is generated but the vector of a prompt, which comes like a first token.
+    """
+
+    arrival_s: float
+    num_prompt_tokens: int
+    max_tokens: int
+    n: int
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    num_cached_tokens: int = 0
+    num_generated: int = 0
+
+
+def token_buckets(max_model_len: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50... up to the longest context."""
+    bounds: list[int] = []
+    scale = 1
+    while scale <= max_model_len:
+        bounds += [scale * m for m in (1, 2, 5) if scale * m <= max_model_len]
+        scale *= 10
+    return tuple(bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHistogram:
+    """A histogram with one value a finished request. ``bounds`` None: token counts.
+
+    ``value`` gets the record and the time at which the request ended; None is not counted.
+    """
+
+    help: str
+    bounds: tuple[float, ...] | None
+    value: Callable[[RequestRecord, float], float | None]
+    needs_token: bool = True
+
+
+REQUEST_HISTOGRAMS: Mapping[str, RequestHistogram] = MappingProxyType(
+    {
+        "request_prompt_tokens": RequestHistogram(
+            "Prompt tokens of a request.", None, lambda r, _: r.num_prompt_tokens, False
+        ),
+        "request_generation_tokens": RequestHistogram(
+            "Generated tokens of a request.", None, lambda r, _: r.num_generated, False
+        ),
+        "request_params_max_tokens": RequestHistogram(
+            "max_tokens of a request.", None, lambda r, _: r.max_tokens or None, False
+        ),
+        "request_params_n": RequestHistogram("n of a request.", N_BUCKETS, lambda r, _: r.n, False),
+        "request_prefill_kv_computed_tokens": RequestHistogram(
+            "Prompt tokens that were not in the prefix cache.",
+            None,
+            lambda r, _: r.num_prompt_tokens - r.num_cached_tokens,
+        ),
+        "request_time_per_output_token_seconds": RequestHistogram(
+            "Mean time between two tokens of a request.",
+            TOKEN_BUCKETS,
+            lambda r, _: (r.last_token_s - r.first_token_s) / max(r.num_generated - 1, 1),
+        ),
+        "e2e_request_latency_seconds": RequestHistogram(
+            "From arrival to the end.", LATENCY_BUCKETS, lambda r, end_s: end_s - r.arrival_s, False
+        ),
+        "request_queue_time_seconds": RequestHistogram(
+            "From arrival to the first step.",
+            LATENCY_BUCKETS,
+            lambda r, _: r.scheduled_s - r.arrival_s,
+        ),
+        "request_inference_time_seconds": RequestHistogram(
+            "From the first step to the last token.",
+            LATENCY_BUCKETS,
+            lambda r, _: r.last_token_s - r.scheduled_s,
+        ),
+        "request_prefill_time_seconds": RequestHistogram(
+            "From the first step to the first token.",
+            LATENCY_BUCKETS,
+            lambda r, _: r.first_token_s - r.scheduled_s,
+        ),
+        "request_decode_time_seconds": RequestHistogram(
+            "From the first token to the last.",
+            LATENCY_BUCKETS,
+            lambda r, _: r.last_token_s - r.first_token_s,
+        ),
+    }
+)
+"""Every histogram over finished requests, by its name without prefix."""
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Everything counted so far. One per front end; only the event loop's thread writes it."""
+
+    max_model_len: int
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))
+    inter_token_latency: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS))
+    max_generation_tokens: Histogram = field(init=False)
+    by_request: dict[str, Histogram] = field(init=False)
+    step_tokens: dict[int, Histogram] = field(default_factory=dict)
+    finished: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    _steps_seen: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tokens = token_buckets(self.max_model_len)
+        self.max_generation_tokens = Histogram(tokens)
+        self.by_request = {
+            name: Histogram(kind.bounds or tokens) for name, kind in REQUEST_HISTOGRAMS.items()
+        }
+
+    def step_done(self, event: StepOutputs) -> None:
+        """An engine has something to say; what is only a heartbeat is not counted."""
+        steps = event.stats.total_steps
+        if self._steps_seen.get(event.engine) != steps and event.stats.num_step_tokens:
+            self._steps_seen[event.engine] = steps
+            histogram = self.step_tokens.setdefault(event.engine, Histogram(STEP_BUCKETS))
+            histogram.observe(event.stats.num_step_tokens)
+
+    def tokens_arrived(self, record: RequestRecord, count: int, now: float) -> None:
+        """``count`` more tokens of a request are here; 0 for the vector of its prompt."""
+        if record.first_token_s == 0.0:
+            record.first_token_s = now
+            self.time_to_first_token.observe(now - record.arrival_s)
+            self.prompt_tokens += record.num_prompt_tokens
+            self.cached_tokens += record.num_cached_tokens
+            more = count - 1
+        else:
+            more = count
+        if more > 0:
+            # Tokens that come together share the time since the last ones.
+            since = record.last_token_s or now
+            self.inter_token_latency.observe((now - since) / more, more)
+        record.last_token_s = now
+        record.num_generated += count
+        self.generation_tokens += count
+
+    def request_ended(self, record: RequestRecord, reason: str, now: float) -> None:
+        """A request is over: ``reason`` is a finish reason, "abort" or "error"."""
+        self.finished[reason] += 1
+        has_token = record.first_token_s > 0
+        for name, kind in REQUEST_HISTOGRAMS.items():
+            value = kind.value(record, now) if has_token or not kind.needs_token else None
+            if value is not None:
+                self.by_request[name].observe(value)

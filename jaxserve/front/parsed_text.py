@@ -1,0 +1,113 @@
+"""Token ids to the events of a parser, with stop texts that are looked for in content alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jaxserve.parsing.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments
+from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.text.detokenizer import Detokenizer, DetokenizerStep, StopMatcher
+from jaxserve.text.tokenizer import Tokenizer
+
+
+class ParsedStep(DetokenizerStep, frozen=True, gc=False):
+    """What one push adds; ``text_delta`` is the content among the events.
+
+    ``num_reasoning_tokens`` of the tokens are of a think block.
+    """
+
+    events: list[Event] = []
+    num_reasoning_tokens: int = 0
+
+
+class ParsedText:
+    """The events of one answer as its tokens arrive, as `Detokenizer` makes text of them.
+
+    Events joined do not depend on how the tokens are divided into pushes. Reasoning and calls are
+    not searched for stop texts. Text that a parser holds back, because it may be a call, is
+    searched when it has turned out to be content.
+
+    Args:
+      parser: of this answer.
+      others: see `Detokenizer`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        parser: MessageParser,
+        *,
+        skip_special_tokens: bool,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._parser = parser
+        self._stop = stop
+        self._matcher = StopMatcher(stop) if stop else None
+        self._include_stop = include_stop
+        self._unsearched = min_tokens
+
+    def push(self, token_ids: Sequence[int], *, finished: bool) -> ParsedStep:
+        """Adds tokens. ``finished`` says that they are the last, so that nothing is held back."""
+        out: list[Event] = []
+        num_reasoning = 0
+        for used, token_id in enumerate(token_ids, 1):
+            text = self._detokenizer.push((token_id,), finished=False).text_delta
+            was_reasoning = self._parser.is_reasoning
+            stop = self._take(self._parser.push(text), out) if text else None
+            num_reasoning += was_reasoning or self._parser.is_reasoning
+            if stop is not None:
+                return _step(out, stop, used, num_reasoning)
+            self._unsearched -= 1
+        if finished:
+            tail = self._detokenizer.push((), finished=True).text_delta
+            rest = self._parser.push(tail) if tail else []
+            stop = self._take([*rest, *self._parser.finish()], out)
+            if stop is not None:
+                return _step(out, stop, len(token_ids), num_reasoning)
+            self._flush(out)
+        return _step(out, None, len(token_ids), num_reasoning)
+
+    def _take(self, events: Iterable[Event], out: list[Event]) -> str | None:
+        """Passes events on, up to a stop text, which it returns."""
+        for event in events:
+            if not isinstance(event, ContentDelta):
+                self._flush(out)
+                _append(out, event)
+            elif self._matcher is None or self._unsearched > 0:
+                _append(out, event)
+            else:
+                certain, stop = self._matcher.push(event.text)
+                if stop is not None and self._include_stop:
+                    certain += stop
+                if certain:
+                    _append(out, ContentDelta(certain))
+                if stop is not None:
+                    return stop
+        return None
+
+    def _flush(self, out: list[Event]) -> None:
+        """What could have begun a stop text has not: no stop text goes on across other events."""
+        if self._matcher is not None and self._matcher.held:
+            _append(out, ContentDelta(self._matcher.held))
+            self._matcher = StopMatcher(self._stop)
+
+
+def _append(out: list[Event], event: Event) -> None:
+    """Adds an event, joined with the last one if they are of a kind."""
+    last = out[-1] if out else None
+    if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
+        out[-1] = ContentDelta(last.text + event.text)
+    elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+        out[-1] = ReasoningDelta(last.text + event.text)
+    elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments):
+        out[-1] = ToolCallArguments(event.index, last.text + event.text)
+    else:
+        out.append(event)
+
+
+def _step(events: list[Event], stop: str | None, num_used: int, num_reasoning: int) -> ParsedStep:
+    text = "".join([event.text for event in events if isinstance(event, ContentDelta)])
+    return ParsedStep(text, stop, num_used, events, num_reasoning)

@@ -1,0 +1,180 @@
+"""Answers a file of requests, or a few prompts, without a server.
+
+    python -m jaxserve.offline -i requests.jsonl -o results.jsonl [--resume]
+    python -m jaxserve.offline --prompt "What is the capital of France?"
+
+The files are in the batch format of the OpenAI API (see `batch_file`). An interrupted run keeps
+what was finished; --resume goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+from jaxserve import cli
+from jaxserve.client.engine_client import FACTORY, EngineClient
+from jaxserve.config import EngineConfig
+from jaxserve.engine.progress_lines import ProgressLines
+from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.front.served_model import ServedModel
+from jaxserve.front.text_engine import Frontend
+from jaxserve.offline.batch_file import ResultFile
+from jaxserve.offline.batch_run import run_batch
+from jaxserve.openai.prompts import render_prompt
+from jaxserve.openai.protocol import ChatRequest
+from jaxserve.sampling_params import SamplingParams
+
+INTERRUPTED = 130
+"""The exit code of a run that was interrupted, by whichever signal."""
+
+PROMPT_MAX_TOKENS = 256
+"""Length of the answer to a --prompt when none is asked for."""
+
+
+def main(argv: Sequence[str] | None = None, *, factory: str = FACTORY) -> int:
+    """Runs the program; ``factory`` names what builds an engine. Returns the exit code."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if (args.input is None) == (not args.prompt):
+        parser.error("give either --input or --prompt")
+    if args.input is not None and args.output is None:
+        parser.error("--input needs --output")
+    try:
+        return asyncio.run(_until_interrupted(args, factory))
+    except (JaxserveError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of this program, and those of the engine."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxserve.offline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    batch = parser.add_argument_group("A file of requests.")
+    batch.add_argument("-i", "--input", type=Path, metavar="FILE", help="requests, one a line")
+    batch.add_argument("-o", "--output", type=Path, metavar="FILE", help="results, one a line")
+    existing = batch.add_mutually_exclusive_group()
+    existing.add_argument(
+        "--resume", action="store_true", help="keep the answers in the output and do the rest"
+    )
+    existing.add_argument(
+        "--overwrite", action="store_true", help="replace the output if there is one"
+    )
+    batch.add_argument(
+        "--max-in-flight",
+        type=_positive,
+        metavar="N",
+        help="requests under way at a time (default: two for each place in a step)",
+    )
+    prompts = parser.add_argument_group("A few prompts.")
+    prompts.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="print the answer to this"
+    )
+    prompts.add_argument(
+        "--raw", action="store_true", help="complete the text as it stands, without chat template"
+    )
+    prompts.add_argument(
+        "--max-tokens", type=int, help=f"(default: {PROMPT_MAX_TOKENS}, as far as there is room)"
+    )
+    prompts.add_argument("--temperature", type=float, help="(default: the model's)")
+    prompts.add_argument("--seed", type=int, help="(default: drawn)")
+    cli.add_engine_flags(parser)
+    return parser
+
+
+async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
+    """Does what was asked for; SIGINT and SIGTERM end it in good order."""
+    work = asyncio.current_task()
+    assert work is not None
+    for interrupt in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(interrupt, work.cancel)
+    try:
+        config = cli.read_engine_config(args)
+        if args.input is not None:
+            await _answer_file(args, config, factory)
+        else:
+            async with _open(config, factory) as frontend:
+                for prompt in args.prompt:
+                    await _print_answer(frontend, prompt, args)
+    except asyncio.CancelledError:
+        print("interrupted", file=sys.stderr)
+        if args.output is not None:
+            print(f"what was finished is in {args.output}; --resume goes on", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+@asynccontextmanager
+async def _open(config: EngineConfig, factory: str) -> AsyncGenerator[Frontend, None]:
+    """A model that is loaded and can answer."""
+    served = ServedModel.open(config.model)
+    client = await EngineClient.start(config, factory=factory, on_progress=ProgressLines())
+    try:
+        for what, value, why in client.ready.decisions:
+            print(f"{what}: {value} ({why})", file=sys.stderr)
+        yield Frontend(
+            client,
+            served.tokenizer,
+            model_names=[served.name, config.model.model],
+            defaults=served.defaults,
+            max_in_flight=sys.maxsize,
+        )
+    finally:
+        await client.close()
+
+
+async def _answer_file(args: argparse.Namespace, config: EngineConfig, factory: str) -> None:
+    if not args.input.is_file():
+        raise ConfigError(f"there is no file {args.input}")
+    if args.resume:
+        results = ResultFile.resume(args.output)
+    else:
+        results = ResultFile.create(args.output, overwrite=args.overwrite)
+    try:
+        async with _open(config, factory) as frontend:
+            places = frontend.engine.ready.max_num_seqs * config.parallel.data_parallel_size
+            limit = args.max_in_flight or 2 * places
+            await run_batch(frontend, args.input, results, limit=limit)
+    finally:
+        results.close()
+
+
+async def _print_answer(frontend: Frontend, prompt: str, args: argparse.Namespace) -> None:
+    """Prints an answer piece by piece, as it comes."""
+    if len(args.prompt) > 1:
+        print(f"> {prompt}")
+    if args.raw or frontend.chat_template is None:
+        ids = await frontend.encode(prompt)
+    else:
+        messages = [{"role": "user", "content": prompt}]
+        text = await render_prompt(frontend, ChatRequest(messages=messages))
+        # The template writes the special tokens itself.
+        ids = await frontend.encode(text, add_special_tokens=False)
+    given = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed")}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    params = SamplingParams(**{**frontend.defaults.sampling, **sampling})
+    answer = frontend.generate_batch([ids], params, default_max_tokens=PROMPT_MAX_TOKENS)
+    async with aclosing(answer) as deltas:
+        async for delta in deltas:
+            print(delta.text, end="", flush=True)
+    print()
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Runs a file of requests on an engine, as the server would answer them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
+from jaxserve.front.concurrency import as_finished
+from jaxserve.front.text_engine import Frontend
+from jaxserve.offline.batch_file import (
+    OK,
+    BadLine,
+    BatchRequest,
+    BatchResult,
+    ResultFile,
+    read_requests,
+)
+from jaxserve.openai import chat, completions, embeddings
+from jaxserve.openai.decoding import decode
+from jaxserve.openai.embeddings import EmbeddingRequest
+from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 10.0
+"""Time between the lines about progress where there is no terminal for a bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How the requests to one address are read and answered."""
+
+    request_type: type[GenerationRequest | EmbeddingRequest]
+    prepare: Callable[..., Awaitable[Any]]
+    complete: Callable[..., Awaitable[Any]]
+
+
+ENDPOINTS = {
+    "/v1/completions": Endpoint(CompletionRequest, completions.prepare, completions.complete),
+    "/v1/chat/completions": Endpoint(ChatRequest, chat.prepare, chat.complete),
+    "/v1/embeddings": Endpoint(EmbeddingRequest, embeddings.prepare, embeddings.complete),
+}
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a run has done so far. ``num_kept``: answers of an earlier run."""
+
+    num_kept: int = 0
+    num_answered: int = 0
+    num_errors: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+
+    def add(self, result: BatchResult) -> None:
+        """Counts a result."""
+        if result.response is None or result.response.status_code != OK:
+            self.num_errors += 1
+            return
+        self.num_answered += 1
+        self.prompt_tokens += result.response.body.usage.prompt_tokens
+        self.output_tokens += result.response.body.usage.completion_tokens
+
+    def describe(self) -> str:
+        """One line."""
+        seconds = max(time.monotonic() - self.began_s, 1e-3)
+        kept = f" and {self.num_kept} kept from before" if self.num_kept else ""
+        return (
+            f"{self.num_answered} answered{kept}, {self.num_errors} errors, {self.prompt_tokens} "
+            f"prompt tokens, {self.output_tokens} output tokens in {seconds:.1f} s: "
+            f"{self.output_tokens / seconds:.0f} output tokens/s"
+        )
+
+
+async def run_batch(
+    frontend: Frontend, requests: Path, results: ResultFile, *, limit: int
+) -> Totals:
+    """Answers every request that has no answer yet, up to ``limit`` of them at a time.
+
+    A request that cannot be served becomes an error in the output, and the run goes on. Whatever
+    ends the run early, each result that was there by then has been written.
+
+    Raises:
+      EngineDeadError: the engine is gone; what it was working on has no result.
+    """
+    totals = Totals()
+
+    def rest() -> Iterator[BatchRequest | BadLine]:
+        for request in read_requests(requests):
+            if isinstance(request, BatchRequest) and request.custom_id in results.answered:
+                totals.num_kept += 1
+                bar.update()
+            else:
+                yield request
+
+    async def work(request: BatchRequest | BadLine) -> None:
+        result = await answer(frontend, request)
+        # Here, and not where results are gathered: from here on nothing can be lost.
+        results.write(result)
+        totals.add(result)
+        bar.update()
+        rate = totals.output_tokens / max(time.monotonic() - totals.began_s, 1e-3)
+        bar.set_postfix_str(f"{rate:.0f} tokens/s, {totals.num_errors} errors", refresh=False)
+
+    with_bar = sys.stderr.isatty()
+    num_requests = await asyncio.to_thread(_count, requests)
+    with tqdm(total=num_requests, unit="request", disable=not with_bar) as bar:
+        reporter = asyncio.create_task(_report(totals, num_requests, silent=with_bar))
+        try:
+            async with aclosing(as_finished(rest(), work, limit=limit)) as finished:
+                async for _ in finished:
+                    pass
+        finally:
+            reporter.cancel()
+            bar.close()
+            print(totals.describe(), file=sys.stderr)
+    return totals
+
+
+async def answer(frontend: Frontend, request: BatchRequest | BadLine) -> BatchResult:
+    """The result of one line.
+
+    Raises:
+      EngineDeadError: there will be none.
+    """
+    if isinstance(request, BadLine):
+        return BatchResult.of_bad_line(request.custom_id, request.reason)
+    endpoint = ENDPOINTS.get(request.url)
+    if endpoint is None:
+        known = ", ".join(ENDPOINTS)
+        reason = f"url must be one of {known}, got {request.url[:200]!r}"
+        return BatchResult.of_bad_line(request.custom_id, reason)
+    if request.method != "POST":
+        reason = f"method must be 'POST', got {request.method[:20]!r}"
+        return BatchResult.of_bad_line(request.custom_id, reason)
+    try:
+        body = decode(bytes(request.body), endpoint.request_type)
+        if isinstance(body, GenerationRequest) and body.stream:
+            raise InvalidRequestError("stream cannot be true in a batch", param="stream")
+        reply = await endpoint.complete(await endpoint.prepare(frontend, body))
+    except EngineDeadError:
+        raise
+    except JaxserveError as error:
+        return BatchResult.of_error(request.custom_id, error)
+    except Exception as error:
+        # One request must not end a run of hours.
+        logger.exception("request %r failed", request.custom_id)
+        return BatchResult.of_error(request.custom_id, error)
+    return BatchResult.of_body(request.custom_id, reply)
+
+
+async def _report(totals: Totals, num_requests: int, *, silent: bool) -> None:
+    while not silent:
+        await asyncio.sleep(REPORT_INTERVAL_S)
+        print(f"of {num_requests}: {totals.describe()}", file=sys.stderr, flush=True)
+
+
+def _count(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())

@@ -1,0 +1,200 @@
+"""Grammars that requests have to obey: compiled in threads, followed one token at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from llguidance import LLMatcher
+
+from jaxserve.core.constraint import Constraint
+from jaxserve.errors import InvalidRequestError
+from jaxserve.ipc.messages import FinishReason, Submit
+from jaxserve.sampling_params import Grammar
+from jaxserve.structured_output.grammar import MAX_SPACES, Vocabulary, first_error, is_json
+from jaxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 2
+NUM_CACHED = 64
+"""Compiled grammars that are kept for requests to come."""
+
+TOKEN_TIME_S = 0.05
+"""What a token of a grammar may take of a step, which all requests wait for."""
+
+MAX_EXTRA_TIME_S = 1.0
+"""How much more the tokens of one request may take together before it is ended. The first tokens
+take the longest: what has been found out about a grammar is kept."""
+
+ALL = 0xFFFFFFFF
+COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
+"""How a matcher stops when the text is complete; otherwise it has run into a limit."""
+
+
+class GrammarCompiler:
+    """Makes the constraints of requests, in threads of its own.
+
+    Args:
+      load_tokenizer: called once, when the first grammar comes.
+      vocab_size: width of the logits.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._vocabulary: Vocabulary | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+
+    def start(self, submit: Submit) -> Future[Constraint]:
+        """Starts to compile the grammar of a request.
+
+        The future raises InvalidRequestError if that is not possible.
+        """
+        return self._threads.submit(self._make, submit)
+
+    def _make(self, submit: Submit) -> Constraint:
+        grammar = submit.params.grammar
+        assert grammar is not None
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._load_tokenizer(), self._vocab_size)
+            matcher = self._compiled.get(grammar)
+            if matcher is not None:
+                self._compiled.move_to_end(grammar)
+        if matcher is None:
+            matcher = self._vocabulary.matcher(grammar)
+            if matcher.is_error():
+                raise InvalidRequestError(first_error(matcher))
+            with self._lock:
+                self._compiled[grammar] = matcher
+                if len(self._compiled) > NUM_CACHED:
+                    self._compiled.popitem(last=False)
+        constraint = GrammarConstraint(
+            matcher.deep_copy(),
+            self._vocabulary,
+            end_ids=_end_ids(submit, self._vocabulary),
+            max_spaces=MAX_SPACES if is_json(grammar) else None,
+        )
+        prompt = submit.prompt_token_ids
+        for token_id in prompt[len(prompt) - submit.num_prior_tokens :]:
+            constraint.accept(token_id)
+        return constraint
+
+
+class GrammarConstraint:
+    """Follows one answer with a matcher of its grammar. Implements `Constraint`.
+
+    Args:
+      matcher: at the beginning; belongs to this constraint.
+      vocabulary: that the matcher was made for.
+      end_ids: tokens that may end the answer where the grammar lets it end.
+      max_spaces: bytes of whitespace in a row, or None for what the grammar allows.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocabulary: Vocabulary,
+        *,
+        end_ids: frozenset[int],
+        max_spaces: int | None,
+    ) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._end_ids = end_ids
+        self._max_spaces = max_spaces
+        self._num_spaces = 0
+        self._failed = False
+        self._extra_time_s = 0.0
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        """See `Constraint.fill_mask`."""
+        if not self._failed:
+            head = mask[: self._vocabulary.num_words]
+            mask[len(head) :] = 0
+            with self._timed():
+                self._fill(head)
+            if not mask.any():
+                self._fail(first_error(self._matcher) or "no token can follow")
+        if self._failed:
+            mask.fill(ALL)
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        """See `Constraint.accept`."""
+        if self._failed:
+            return FinishReason.ERROR
+        if token_id in self._end_ids and self._matcher.is_accepting():
+            return FinishReason.STOP
+        with self._timed():
+            is_taken = self._matcher.consume_token(token_id)
+        if not is_taken:
+            self._fail(f"token {token_id}: {first_error(self._matcher)}")
+        if self._failed:
+            return FinishReason.ERROR
+        if self._matcher.is_stopped():
+            if self._matcher.stop_reason() in COMPLETE:
+                return FinishReason.STOP
+            self._fail(first_error(self._matcher) or self._matcher.stop_reason())
+            return FinishReason.ERROR
+        length = self._vocabulary.space_lengths.get(token_id)
+        self._num_spaces = 0 if length is None else self._num_spaces + length
+        return None
+
+    def _fill(self, mask: np.ndarray) -> None:
+        """Sets what may come next in mask u32[num_words]; nothing if there is trouble."""
+        self._vocabulary.fill(self._matcher, mask)
+        if self._matcher.is_error():
+            mask.fill(0)
+            return
+        if self._max_spaces is not None and self._num_spaces >= self._max_spaces:
+            other = mask & ~self._vocabulary.space_mask
+            if other.any():
+                mask[:] = other
+        eos = self._vocabulary.eos_token_id
+        if eos not in self._end_ids:
+            # Where nothing else is left, the text is complete and this is how it ends.
+            _clear(mask, eos)
+            if not mask.any():
+                _set(mask, eos)
+        if self._matcher.is_accepting():
+            for token_id in self._end_ids:
+                _set(mask, token_id)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Ends the request if its grammar takes too much of the time of this thread."""
+        start = time.thread_time()
+        yield
+        self._extra_time_s += max(time.thread_time() - start - TOKEN_TIME_S, 0)
+        if self._extra_time_s > MAX_EXTRA_TIME_S:
+            self._fail(f"its tokens took {self._extra_time_s:.1f} s longer than they may")
+
+    def _fail(self, why: str) -> None:
+        logger.error("a request cannot follow its grammar any more: %s", why)
+        self._failed = True
+
+
+def _end_ids(submit: Submit, vocabulary: Vocabulary) -> frozenset[int]:
+    """The request's end tokens. A stop id that shows text is left to the grammar."""
+    stop_ids = submit.params.stop_token_ids
+    ids = {i for i in stop_ids if i in vocabulary.special_ids}
+    if submit.eos_token_id is not None and submit.eos_token_id < len(vocabulary.tokens):
+        ids.add(submit.eos_token_id)
+    return frozenset(ids)
+
+
+def _set(mask: np.ndarray, token_id: int) -> None:
+    mask[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def _clear(mask: np.ndarray, token_id: int) -> None:
+    mask[token_id // 32] &= np.uint32(ALL ^ 1 << token_id % 32)

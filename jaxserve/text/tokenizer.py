@@ -1,0 +1,261 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from jaxserve.errors import CheckpointError, InvalidRequestError
+from jaxserve.text.token_bytes import byte_rule
+
+MAX_IDS = 2**32
+"""The backend takes ids below this."""
+
+
+class Pieces(dict[int, "str | bytes"]):
+    """The text of each token, filled on first use.
+
+    A token whose bytes are whole characters is a ``str``. One that holds a part of a character is
+    its ``bytes``. Hidden tokens and ids that are no token are ``""``.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], hidden: frozenset[int]) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+        self._hidden = hidden
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        data = b"" if token_id in self._hidden else self._token_bytes(token_id)
+        try:
+            piece: str | bytes = data.decode()
+        except UnicodeDecodeError:
+            piece = data
+        if data:  # ids that are no token are without number: do not keep them
+            self[token_id] = piece
+        return piece
+
+
+class Tokenizer:
+    """Encodes and decodes, and knows the exact bytes of every token.
+
+    Safe to use from several threads; encoding releases the GIL.
+
+    Args:
+      backend: a byte-level tokenizer, or one in the manner of sentencepiece. It is changed: named
+        special tokens become special in it, and it no longer truncates or pads.
+      special_tokens: names as in tokenizer_config.json (``bos_token``...) to the tokens' text.
+      chat_template: jinja source, or None.
+      add_bos: whether encoding puts the ``bos_token`` first; None: what the backend does.
+
+    Attributes:
+      special_tokens: as given.
+      chat_template: as given.
+      special_ids: ids of the tokens that `decode` leaves out of the text.
+
+    Raises:
+      CheckpointError: the backend decodes in a way that is not supported.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None = None,
+        add_bos: bool | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        _mark_special(backend, special_tokens.values())
+        self.special_tokens = dict(special_tokens)
+        self.chat_template = chat_template
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added = {i: token.content.encode() for i, token in added.items()}
+        self._to_bytes, self._strips_first_space = byte_rule(backend)
+        self._visible = Pieces(self.token_bytes, self.special_ids)
+        self._all = Pieces(self.token_bytes, frozenset())
+        self._prefix = self._find_prefix(add_bos)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Reads tokenizer.json, or what transformers can make one from, and tokenizer_config.json.
+
+        Raises:
+          CheckpointError: there is no tokenizer in the folder, or it cannot be read.
+        """
+        config = _read_json(folder / "tokenizer_config.json")
+        if (folder / "tokenizer.json").exists():
+            try:
+                backend = Backend.from_file(str(folder / "tokenizer.json"))
+            except Exception as error:  # the package raises nothing more precise
+                raise CheckpointError(f"{folder / 'tokenizer.json'} is damaged: {error}") from error
+        else:
+            backend = _convert_with_transformers(folder)
+        names = {**_read_json(folder / "special_tokens_map.json"), **config}
+        special_tokens = {
+            name: text
+            for name, value in names.items()
+            if name.endswith("_token") and (text := _token_text(value)) is not None
+        }
+        return cls(
+            backend,
+            special_tokens=special_tokens,
+            chat_template=_read_chat_template(folder, config),
+            add_bos=config.get("add_bos_token"),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens. The model's logits can be wider."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the token that begins a text, if there is one."""
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that ends a text, if there is one."""
+        return self._special_id("eos_token")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text. Special tokens that are written out in it are recognised.
+
+        Args:
+          text: any text without lone surrogates.
+          add_special_tokens: put first what the model's texts begin with. Nothing is ever put
+            last: a prompt that ends with an end token is of no use.
+
+        Raises:
+          InvalidRequestError: the text has lone surrogates.
+        """
+        # Unlike `encode`, this one releases the GIL and does not compute offsets.
+        try:
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        except TypeError as error:
+            raise InvalidRequestError(
+                "the text is not valid Unicode: it has lone surrogates", param="prompt"
+            ) from error
+        return [*self._prefix, *encoding.ids] if add_special_tokens else encoding.ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence. Bytes that are no character become U+FFFD.
+
+        Where encoding puts a space before the text, decoding takes it off again. A `Detokenizer`
+        does not: the text that it makes goes on after a prompt.
+        """
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        data = b"".join([self.token_bytes(i) for i in ids if i not in hidden])
+        text = data.decode(errors="replace")
+        return text.removeprefix(" ") if self._strips_first_space else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to the text; empty for an id that is no token."""
+        added = self._added.get(token_id)
+        if added is not None:
+            return added
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < MAX_IDS else None
+        return b"" if token is None else self._to_bytes(token)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; a part of a character becomes U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def pieces(self, *, skip_special_tokens: bool) -> Pieces:
+        """The texts of all tokens, for incremental decoding."""
+        return self._visible if skip_special_tokens else self._all
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _find_prefix(self, add_bos: bool | None) -> tuple[int, ...]:
+        if add_bos is not None:
+            bos = self.bos_token_id
+            return (bos,) if add_bos and bos is not None else ()
+        plain = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return tuple(whole[:start])
+        raise CheckpointError("the tokenizer changes a text when it adds special tokens to it")
+
+
+def _mark_special(backend: Backend, texts: Iterable[str]) -> None:
+    """Makes known tokens special. Unknown ones would get ids that the model does not have."""
+    special = {
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    }
+    backend.add_special_tokens(
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text in texts
+            if text not in special and backend.token_to_id(text) is not None
+        ]
+    )
+
+
+def _convert_with_transformers(folder: Path) -> Backend:
+    """Makes a fast tokenizer from older files (tokenizer.model, vocab.json and merges.txt)."""
+    if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json")):
+        raise CheckpointError(f"{folder} has no tokenizer: expected tokenizer.json")
+    from transformers import AutoTokenizer  # takes seconds to import, and is rarely needed
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        return tokenizer.backend_tokenizer
+    except Exception as error:  # whatever goes wrong in there, the files are at fault
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and transformers cannot make one from its other "
+            f"files: {error}"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that need not exist."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a JSON object: {error!s:.200}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+def _token_text(value: Any) -> str | None:
+    """A token is written as its text or as an object that holds it; null is no token."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is not UTF-8: {error}") from error
+    template = config.get("chat_template") or _read_json(folder / "chat_template.json").get(
+        "chat_template"
+    )
+    if isinstance(template, list):  # several named ones
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f"the chat template in {folder} must be a text, got {template!r:.100}"
+        )
+    return template

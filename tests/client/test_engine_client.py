@@ -1,0 +1,454 @@
+import asyncio
+import contextlib
+import os
+import signal
+
+import psutil
+import pytest
+import uvloop
+
+from jaxserve.client.engine_client import EngineClient
+from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
+from jaxserve.ipc.messages import FinishReason, Progress, Submit
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing.fake_runner import FakeModel, expected_tokens
+
+FAKE = "jaxserve.testing.fake_engine:build"
+ENDLESS = SamplingParams(max_tokens=1000, seed=0)
+SLOW = "fake:step_s=0.01"
+TIMEOUT_S = 30  # of what hangs only if something is broken
+
+
+def engine_config(model="fake", *, num_engines=1, max_num_seqs=None):
+    return EngineConfig(
+        model=ModelConfig(model=model),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+        parallel=ParallelConfig(data_parallel_size=num_engines),
+    )
+
+
+@pytest.fixture
+def engines():
+    """``engines()``: the processes that this test has started and that are still there."""
+    before = set(psutil.Process().children())
+    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+
+@pytest.fixture
+async def start(engines):
+    """Starts clients of fake engines, and closes them after the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(model="fake", *, num_engines=1, max_num_seqs=None, **options):
+            config = engine_config(model, num_engines=num_engines, max_num_seqs=max_num_seqs)
+            client = await EngineClient.start(config, factory=FAKE, **options)
+            stack.push_async_callback(client.close)
+            return client
+
+        yield start
+    assert engines() == []
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    """Makes the name of a factory whose body is given."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def factory(body):
+        lines = "\n".join(f"    {line}" for line in body.splitlines())
+        source = f"import os, time\ndef build(config, engine, on_progress):\n{lines}\n"
+        (tmp_path / "a_factory.py").write_text(source)
+        return "a_factory:build"
+
+    return factory
+
+
+def generate(client, prompt=(1, 2, 3), params=ENDLESS, request_id="a", **options):
+    return contextlib.aclosing(client.generate(Submit(request_id, list(prompt), params, **options)))
+
+
+async def collect(client, prompt=(1, 2, 3), params=ENDLESS, request_id="a", **options):
+    tokens = []
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        generate(client, prompt, params, request_id, **options) as outputs,
+    ):
+        async for output in outputs:
+            tokens += output.token_ids
+    return tokens
+
+
+def expect(client, prompt, params):
+    return expected_tokens(prompt, params, FakeModel(), context_length=client.ready.max_model_len)
+
+
+async def until(client, condition):
+    """Waits until ``condition()``, looking whenever an engine has said something."""
+    heard = asyncio.Event()
+    client.on_outputs = lambda _: heard.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            heard.clear()
+            await heard.wait()
+
+
+def on_board(client):
+    return [(s.num_running + s.num_waiting) for s in client.stats.values()]
+
+
+def is_healthy(client):
+    with contextlib.suppress(EngineDeadError):
+        client.check_health()
+        return True
+    return False
+
+
+async def start_streams(client, number, params=ENDLESS):
+    """Tasks that read streams to their end, all of which have begun."""
+    begun = asyncio.Semaphore(0)
+
+    async def read(request_id):
+        tokens = []
+        try:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                generate(client, params=params, request_id=request_id) as outputs,
+            ):
+                async for output in outputs:
+                    tokens += output.token_ids
+                    begun.release()
+        finally:
+            begun.release()
+        return tokens
+
+    tasks = []
+    for i in range(number):
+        tasks.append(asyncio.create_task(read(f"stream {i}")))
+        await begun.acquire()
+    return tasks
+
+
+async def test_concurrent_streams_are_each_right(start):
+    client = await start(num_engines=2, max_num_seqs=16)
+    jobs = [
+        ([i, *range(i % 40)], SamplingParams(max_tokens=1 + 7 * i % 90, seed=i, top_p=0.9))
+        for i in range(64)
+    ]
+    answers = await asyncio.gather(
+        *(collect(client, prompt, params, f"r{i}") for i, (prompt, params) in enumerate(jobs))
+    )
+    assert answers == [expect(client, prompt, params) for prompt, params in jobs]
+    totals = [stats.total_generation_tokens for stats in client.stats.values()]
+    assert sum(totals) == sum(len(answer) for answer in answers)
+    assert min(totals) > 0
+    assert on_board(client) == [0, 0]
+
+
+async def test_outputs_say_how_a_request_ended(start):
+    client = await start("fake:eos_after=4")
+    async with generate(client, params=SamplingParams(seed=1), eos_token_id=9) as outputs:
+        got = [output async for output in outputs]
+    assert sum((output.token_ids for output in got), [])[3:] == [9]
+    assert [output.finish_reason for output in got[:-1]] == [None] * (len(got) - 1)
+    assert got[-1].finish_reason == FinishReason.STOP
+    params = SamplingParams(max_tokens=2, seed=1, logprobs=3)
+    async with generate(client, params=params, eos_token_id=9) as outputs:
+        got = [output async for output in outputs]
+    assert got[-1].finish_reason == FinishReason.LENGTH
+    logprobs = sum((output.logprobs for output in got), [])
+    assert [len(entry.token_ids) for entry in logprobs] == [4, 4]
+
+
+async def test_requests_go_to_the_engine_with_the_smallest_score(start):
+    client = await start(SLOW, num_engines=2, max_num_seqs=2)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(collect(client, request_id=f"r{i}")) for i in range(3)]
+        await until(client, lambda: sorted(on_board(client)) == [1, 2])
+        tasks += [group.create_task(collect(client, request_id="r3"))]
+        await until(client, lambda: on_board(client) == [2, 2])
+        # Both are full: what comes now waits, and is spread evenly.
+        tasks += [group.create_task(collect(client, request_id=f"r{i}")) for i in range(4, 10)]
+        await until(client, lambda: on_board(client) == [5, 5])
+        assert {(s.num_running, s.num_waiting) for s in client.stats.values()} == {(2, 3)}
+        for task in tasks:
+            task.cancel()
+
+
+async def test_requests_that_are_over_do_not_count(start):
+    client = await start(SLOW, num_engines=2)
+    (endless,) = await start_streams(client, 1)
+    for _ in range(5):
+        await collect(client, (1, 2), SamplingParams(max_tokens=2, seed=1))
+    # The first engine was busy with three prompt tokens all the time.
+    assert [stats.total_prompt_tokens for stats in client.stats.values()] == [3, 10]
+    endless.cancel()
+
+
+@pytest.mark.parametrize("how", ["close", "cancel"])
+async def test_leaving_a_stream_frees_what_it_held(start, how):
+    client = await start(SLOW)
+    if how == "close":
+        async with generate(client) as outputs:
+            for _ in range(3):
+                await anext(outputs)
+    else:
+        (task,) = await start_streams(client, 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert client.num_in_flight == 0
+    # An engine without work says so at once, not with the next heartbeat.
+    await until(client, lambda: on_board(client) == [0] and client.stats[0].kv_usage == 0)
+    assert client.stats[0].total_generation_tokens < ENDLESS.max_tokens
+    params = SamplingParams(max_tokens=5, seed=3)
+    assert await collect(client, params=params) == expect(client, (1, 2, 3), params)
+
+
+async def test_a_slow_reader_gets_the_rest_at_once(start):
+    client = await start()
+    params = SamplingParams(max_tokens=500, seed=2, logprobs=0)
+    async with generate(client, params=params) as outputs:
+        got = [await anext(outputs)]
+        await until(client, lambda: client.stats[0].total_generation_tokens == 500)
+        got += [output async for output in outputs]
+    assert len(got) == 2
+    tokens = got[0].token_ids + got[1].token_ids
+    assert tokens == expect(client, (1, 2, 3), params)
+    assert [entry.token_ids for entry in got[0].logprobs + got[1].logprobs] == [[t] for t in tokens]
+    assert [output.finish_reason for output in got] == [None, FinishReason.LENGTH]
+
+
+async def test_an_id_in_use_is_refused(start):
+    client = await start(SLOW, num_engines=2)
+    async with generate(client, request_id="twice") as outputs:
+        await anext(outputs)
+        with pytest.raises(InvalidRequestError, match="'twice' is in use") as caught:
+            await collect(client, request_id="twice")
+        assert caught.value.param == "request_id"
+        await anext(outputs)
+    params = SamplingParams(max_tokens=3, seed=1)
+    answer = await collect(client, request_id="twice", params=params)
+    assert answer == expect(client, (1, 2, 3), params)
+
+
+async def test_a_killed_engine_fails_its_own_requests_only(start, caplog):
+    client = await start("fake:step_s=0.004", num_engines=2)
+    params = SamplingParams(max_tokens=500, seed=4)
+    streams = await start_streams(client, 4, params)
+    assert is_healthy(client)
+    os.kill(client.engines[0].pid, signal.SIGKILL)
+    results = await asyncio.gather(*streams, return_exceptions=True)
+    dead = [r for r in results if isinstance(r, EngineDeadError)]
+    assert len(dead) == 2
+    assert "engine 0" in str(dead[0])
+    assert "SIGKILL" in str(dead[0])
+    assert [r for r in results if r not in dead] == [expect(client, (1, 2, 3), params)] * 2
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        client.check_health()
+    assert "requests on board that fail: 2" in caplog.text
+    assert client.stats[0].num_running == 0
+    # The other engine takes what comes.
+    short = SamplingParams(max_tokens=5, seed=4)
+    for _ in range(3):
+        assert await collect(client, params=short) == expect(client, (1, 2, 3), short)
+    last = asyncio.create_task(collect(client))
+    os.kill(client.engines[1].pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="engine 1"):
+        await last
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        await collect(client)
+
+
+async def test_a_step_that_fails_is_reported_with_its_cause(start, caplog):
+    client = await start("fake:fail_on_step=3")
+    with pytest.raises(EngineDeadError, match="RuntimeError: the fake runner was asked to fail"):
+        await collect(client)
+    with pytest.raises(EngineDeadError, match="RuntimeError: the fake runner was asked to fail"):
+        client.check_health()
+    assert "Traceback" in caplog.text
+
+
+async def test_an_error_of_the_user_at_the_start_keeps_its_type(start, caplog):
+    with pytest.raises(ConfigError, match="fake:bogus=1"):
+        await start("fake:bogus=1", num_engines=2)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ValueError('no such luck')", "engine 0 failed: ValueError: no such luck"),
+        ("os._exit(7)", r"engine 0 \(pid \d+\) ended with exit code 7"),
+        ("os.kill(os.getpid(), 11)", r"engine 0 \(pid \d+\) was killed by SIGSEGV"),
+        ("if engine == 0: os._exit(9)\ntime.sleep(60)", "exit code 9"),
+    ],
+)
+async def test_an_engine_that_dies_at_the_start_ends_the_start(factory, body, message, engines):
+    config = engine_config(num_engines=2 if "engine == 0" in body else 1)
+    with pytest.raises(EngineDeadError, match=message):
+        await EngineClient.start(config, factory=factory(body))
+    assert engines() == []
+
+
+async def test_engines_without_a_device_each_are_not_started(start, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="needs as many GPUs"):
+        await start(num_engines=2)
+
+
+async def test_a_factory_that_is_not_there():
+    with pytest.raises(EngineDeadError, match="ModuleNotFoundError: No module named 'nowhere'"):
+        await EngineClient.start(engine_config(), factory="nowhere:build")
+
+
+async def test_a_start_that_is_cancelled_leaves_no_process(factory, engines):
+    loading = asyncio.Event()
+    body = (
+        "from jaxserve.ipc.messages import Progress\n"
+        "on_progress(Progress(engine, 'load', 0, 1, 'GB'))\n"
+        "time.sleep(60)"
+    )
+    start = asyncio.create_task(
+        EngineClient.start(
+            engine_config(num_engines=2),
+            factory=factory(body),
+            on_progress=lambda _: loading.set(),
+        )
+    )
+    await loading.wait()
+    assert len(engines()) == 2
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert engines() == []
+
+
+async def test_progress_is_reported(start):
+    reports = []
+    client = await start(num_engines=2, on_progress=reports.append)
+    assert all(isinstance(report, Progress) for report in reports)
+    assert {report.engine for report in reports} == {0, 1}
+    assert {report.phase for report in reports} == {"load weights", "compile"}
+    assert client.ready == client.engines[0]
+    assert [ready.engine for ready in client.engines.values()] == [0, 1]
+
+
+async def test_health_fails_while_requests_are_on_board_and_nothing_moves(start):
+    client = await start(SLOW, stuck_after_s=0.5)
+    pid = client.ready.pid
+    (stream,) = await start_streams(client, 1)
+    os.kill(pid, signal.SIGSTOP)
+    while is_healthy(client):
+        await asyncio.sleep(0.01)
+    with pytest.raises(EngineDeadError, match=rf"engine 0 \(pid {pid}\) is stuck: .*on board: 1"):
+        client.check_health()
+    os.kill(pid, signal.SIGCONT)
+    await until(client, lambda: is_healthy(client))
+    stream.cancel()
+
+
+async def test_health_fails_when_an_engine_is_stuck_and_its_clients_have_given_up(start):
+    client = await start(SLOW, stuck_after_s=0.5)
+    stream = client.generate(Submit("a", [1], ENDLESS))
+    await anext(stream)
+    os.kill(client.ready.pid, signal.SIGSTOP)
+    await stream.aclose()
+    assert client.num_in_flight == 0
+    while is_healthy(client):
+        await asyncio.sleep(0.01)
+    os.kill(client.ready.pid, signal.SIGCONT)
+    await until(client, lambda: is_healthy(client))
+
+
+async def test_a_request_that_cannot_be_sent_is_not_on_board(start):
+    client = await start()
+    stream = client.generate(Submit("a", [2**70], SamplingParams(seed=1)))
+    with pytest.raises(OverflowError):
+        await anext(stream)
+    assert client.num_in_flight == 0
+
+
+async def test_drain_waits_for_the_end_of_every_request(start):
+    client = await start("fake:step_s=0.001", num_engines=2)
+    params = SamplingParams(max_tokens=50, seed=1)
+    streams = await start_streams(client, 4, params)
+    await client.drain(timeout_s=60)
+    assert client.num_in_flight == 0
+    assert await asyncio.gather(*streams) == [expect(client, (1, 2, 3), params)] * 4
+    await client.drain(timeout_s=60)
+
+
+async def test_drain_aborts_what_takes_too_long(start):
+    client = await start(SLOW)
+    async with generate(client) as outputs:
+        await anext(outputs)
+        await client.drain(timeout_s=0.02)
+        assert client.num_in_flight == 0
+        rest = [output async for output in outputs]
+    assert [output.finish_reason for output in rest] == [FinishReason.ABORT]
+    await until(client, lambda: on_board(client) == [0] and client.stats[0].kv_usage == 0)
+
+
+async def test_close_fails_what_is_on_board_and_leaves_nothing_behind(start, engines):
+    client = await start(SLOW, num_engines=2)
+    streams = await start_streams(client, 3)
+    children = engines()
+    assert {child.pid for child in children} == {ready.pid for ready in client.engines.values()}
+    folder = client._folder.path
+    assert os.path.isdir(folder)
+    await asyncio.gather(client.close(), client.close())
+    await client.close()
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await stream
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await collect(client)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        client.check_health()
+    assert not any(child.is_running() for child in children)
+    assert not os.path.exists(folder)
+
+
+async def test_close_goes_on_when_its_caller_is_cancelled(start, engines):
+    client = await start(SLOW)
+    close = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    close.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await close
+    await client.close()
+    assert engines() == []
+
+
+async def test_a_failing_observer_does_not_stop_the_streams(start, caplog):
+    client = await start()
+
+    def observe(outputs):
+        raise RuntimeError("an observer's own trouble")
+
+    client.on_outputs = observe
+    params = SamplingParams(max_tokens=10, seed=1)
+    assert await collect(client, params=params) == expect(client, (1, 2, 3), params)
+    assert "an observer's own trouble" in caplog.text
+
+
+async def test_observers_see_every_token(start):
+    client, seen = await start(), []
+    client.on_outputs = lambda event: seen.extend(
+        token for output in event.outputs for token in output.token_ids
+    )
+    params = SamplingParams(max_tokens=40, seed=1)
+    assert await collect(client, params=params) == seen
+
+
+def test_it_works_on_uvloop():
+    async def main():
+        client = await EngineClient.start(engine_config(), factory=FAKE)
+        try:
+            return await collect(client, params=params) == expect(client, (1, 2, 3), params)
+        finally:
+            await client.close()
+
+    params = SamplingParams(max_tokens=20, seed=1)
+    assert uvloop.run(main())

@@ -1,0 +1,121 @@
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from jaxserve.client import launcher
+from jaxserve.client.launcher import EngineProcess, child_environment
+from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig
+from jaxserve.errors import ConfigError
+from jaxserve.ipc.launch import Launch
+from jaxserve.ipc.transport import SocketFolder
+
+
+def launch(
+    engine=0, *, num_engines=1, folder="/nowhere", factory="jaxserve.testing.fake_engine:build"
+):
+    return Launch(
+        engine=engine,
+        factory=factory,
+        requests_address=f"ipc://{folder}/requests-{engine}",
+        events_address=f"ipc://{folder}/events",
+        config=EngineConfig(
+            model=ModelConfig(model="fake"), parallel=ParallelConfig(data_parallel_size=num_engines)
+        ),
+    )
+
+
+@pytest.fixture
+async def process():
+    folder = SocketFolder()
+    process = EngineProcess(launch(folder=folder.path))
+    yield process
+    await process.stop(timeout_s=0)
+    folder.remove()
+
+
+def test_the_child_finds_modules_where_the_front_does():
+    env = child_environment(launch(), {"PYTHONPATH": "/x", "HOME": "/h"}, ["", "/a", "/b"])
+    assert env["PYTHONPATH"].split(os.pathsep) == [os.getcwd(), "/a", "/b"]
+    assert env["HOME"] == "/h"
+
+
+def test_the_front_s_own_variables_win(monkeypatch):
+    monkeypatch.setattr(launcher, "XLA_FLAGS", ("--xla_one=1", "--xla_two=2"))
+    env = child_environment(launch(), {}, [])
+    assert env["TF_CPP_MIN_LOG_LEVEL"] == "2"
+    assert env["XLA_FLAGS"] == "--xla_one=1 --xla_two=2"
+    env = child_environment(launch(), {"TF_CPP_MIN_LOG_LEVEL": "0", "XLA_FLAGS": "--xla_one=9"}, [])
+    assert env["TF_CPP_MIN_LOG_LEVEL"] == "0"
+    # XLA takes the last of equal flags.
+    assert env["XLA_FLAGS"] == "--xla_one=1 --xla_two=2 --xla_one=9"
+
+
+def test_jax_takes_the_memory_that_was_asked_for_and_half_of_the_rest():
+    new, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    assert child_environment(launch(), {}, [])[new] == "0.950"
+    assert child_environment(launch(), {new: "0.5"}, [])[new] == "0.5"
+    env = child_environment(launch(), {old: "0.5"}, [])
+    assert (env[old], new in env) == ("0.5", False)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["0", "1"]),
+        ("3,5,7", ["3", "5"]),
+        ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]),
+        ("", ["", ""]),
+    ],
+)
+def test_each_of_several_engines_has_a_gpu_of_its_own(visible, expected):
+    inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    environments = [child_environment(launch(i, num_engines=2), inherited, []) for i in range(2)]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == expected
+
+
+def test_one_engine_has_every_gpu():
+    assert "CUDA_VISIBLE_DEVICES" not in child_environment(launch(), {}, [])
+    env = child_environment(launch(), {"CUDA_VISIBLE_DEVICES": "3,5"}, [])
+    assert env["CUDA_VISIBLE_DEVICES"] == "3,5"
+
+
+def test_too_few_gpus_are_an_error():
+    with pytest.raises(ConfigError, match="--data-parallel-size 3 needs as many GPUs.* has 2: 0,1"):
+        child_environment(launch(2, num_engines=3), {"CUDA_VISIBLE_DEVICES": "0,1"}, [])
+
+
+async def test_wait_returns_the_exit_code(process):
+    assert process.is_running
+    os.kill(process.pid, signal.SIGKILL)
+    assert await asyncio.gather(process.wait(), process.wait()) == [-signal.SIGKILL] * 2
+    assert not process.is_running
+    assert await process.stop(timeout_s=0) == -signal.SIGKILL
+
+
+async def test_a_process_leaves_when_its_input_ends(process):
+    process.hang_up()
+    async with asyncio.timeout(20):
+        assert await process.wait() == 0
+
+
+async def test_stop_kills_a_process_that_cannot_leave(process, monkeypatch):
+    monkeypatch.setattr(launcher, "HANG_UP_TIMEOUT_S", 0.05)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert await process.stop(timeout_s=0.05) == -signal.SIGKILL
+
+
+async def test_a_child_that_dies_at_once_is_no_error_of_the_launch(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert await EngineProcess(launch()).wait() == 1
+
+
+async def test_cancelling_a_wait_leaves_the_others_alone(process):
+    first, second = (asyncio.create_task(process.wait()) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    process.hang_up()
+    assert await second == 0
+    assert first.cancelled()

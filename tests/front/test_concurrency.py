@@ -1,0 +1,91 @@
+import asyncio
+import itertools
+
+import pytest
+
+from jaxserve.front.concurrency import as_finished
+
+
+async def test_results_come_as_they_are_ready() -> None:
+    events = [asyncio.Event() for _ in range(3)]
+
+    async def work(i: int) -> int:
+        await events[i].wait()
+        return i
+
+    results = as_finished(range(3), work, limit=3)
+    order = []
+    for i in (2, 0, 1):
+        events[i].set()
+        order.append(await anext(results))
+    assert order == [2, 0, 1]
+    assert [result async for result in results] == []
+
+
+async def test_no_more_than_the_limit_are_under_way_and_items_are_taken_late() -> None:
+    running = most = taken = 0
+
+    def items():
+        nonlocal taken
+        for i in range(1, 101):
+            taken = i
+            yield i
+
+    async def work(i: int) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        assert taken <= i + 8
+        await asyncio.sleep(0)
+        running -= 1
+        return i
+
+    results = [result async for result in as_finished(items(), work, limit=7)]
+    assert sorted(results) == list(range(1, 101))
+    assert most == 7
+
+
+async def test_items_may_be_without_end() -> None:
+    async def work(i: int) -> int:
+        return i
+
+    results = as_finished(itertools.count(), work, limit=2)
+    assert sorted([await anext(results) for _ in range(50)])[0] == 0
+    await results.aclose()
+
+
+async def test_an_error_cancels_the_others_and_is_raised() -> None:
+    cancelled = []
+
+    async def work(i: int) -> None:
+        if i == 3:
+            raise ValueError("three")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(i)
+            raise
+
+    with pytest.raises(ValueError, match="three"):
+        async for _ in as_finished(range(10), work, limit=4):
+            pass
+    assert sorted(cancelled) == [0, 1, 2]
+
+
+async def test_closing_waits_for_what_is_cancelled() -> None:
+    ended = []
+
+    async def work(i: int) -> int:
+        if i == 0:
+            return 0
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(i)
+        return i
+
+    results = as_finished(range(3), work, limit=3)
+    assert await anext(results) == 0
+    await results.aclose()
+    assert sorted(ended) == [1, 2]

@@ -1,0 +1,48 @@
+"""What a checkpoint says about sampling from it."""
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.front.generation_defaults import GenerationDefaults
+
+
+def test_values_that_are_set_become_defaults() -> None:
+    generation = {"temperature": 0.2, "top_k": None, "top_p": 0.9, "do_sample": False, "other": 1}
+    defaults = GenerationDefaults.from_checkpoint(generation | {"max_new_tokens": 7}, {})
+    assert defaults.sampling == {"temperature": 0.2, "top_p": 0.9}
+    assert defaults.max_tokens == 7
+    values, source = defaults.describe()
+    assert values == "temperature 0.2, top_p 0.9, max_tokens 7"
+    assert "generation_config.json" in source
+    assert GenerationDefaults().describe()[0] == "temperature 1, top_p 1"
+
+
+def test_end_tokens_do_not_depend_on_the_sampling_defaults() -> None:
+    both = {"eos_token_id": [2, 7], "temperature": 0.5}
+    defaults = GenerationDefaults.from_checkpoint(both, {"eos_token_id": 3}, use_sampling=False)
+    assert defaults == GenerationDefaults(eos_token_ids=(2, 7))
+    assert GenerationDefaults.from_checkpoint({}, {"eos_token_id": 3}).eos_token_ids == (3,)
+    assert GenerationDefaults.from_checkpoint({}, {"eos_token_id": None}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": "x"}, {"max_new_tokens": 0}])
+def test_impossible_values_say_where_they_come_from(bad) -> None:
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        GenerationDefaults.from_checkpoint(bad, {})
+    GenerationDefaults.from_checkpoint(bad, {}, use_sampling=False)
+
+
+def test_overrides_are_put_over_what_is_there() -> None:
+    of_model = {"eos_token_id": [2, 7], "temperature": 0.5, "top_p": 0.9}
+    for use_sampling, expected in (
+        (True, {"temperature": 0, "top_p": 0.9}),
+        (False, {"temperature": 0}),
+    ):
+        defaults = GenerationDefaults.from_checkpoint(
+            of_model, {}, use_sampling=use_sampling, overrides={"temperature": 0}
+        )
+        assert defaults == GenerationDefaults(expected, eos_token_ids=(2, 7))
+    defaults = GenerationDefaults.from_checkpoint(
+        of_model, {}, overrides={"top_p": None, "eos_token_id": 5}
+    )
+    assert defaults == GenerationDefaults({"temperature": 0.5}, eos_token_ids=(5,))

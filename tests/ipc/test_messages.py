@@ -1,0 +1,99 @@
+"""The wire form: what one side encodes, the other side reads back, and nothing else is accepted."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.ipc import messages as m
+from jaxserve.sampling_params import Grammar, SamplingParams
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=50)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.1, 2),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    max_tokens=st.none() | st.integers(1, 10**6),
+    stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+    stop_token_ids=IDS.map(tuple),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, 2**31 - 1), FINITE, max_size=3),
+    bad_words_token_ids=st.lists(IDS.filter(len).map(tuple), max_size=3).map(tuple),
+    grammar=st.none() | st.builds(Grammar, st.sampled_from(["regex", "choice"]), st.text()),
+)
+SUBMIT = st.builds(m.Submit, st.text(), IDS, PARAMS, st.none() | st.integers(0, 10**6))
+LOGPROBS = st.builds(m.TokenLogprobs, IDS, st.lists(FINITE), st.integers(1, 10**6))
+OUTPUT = st.builds(
+    m.RequestOutput,
+    st.text(),
+    IDS,
+    finish_reason=st.none() | st.sampled_from(m.FinishReason).map(int),
+    logprobs=st.none() | st.lists(LOGPROBS, max_size=3),
+    prompt_logprobs=st.none() | st.lists(st.none() | LOGPROBS, max_size=3),
+    embedding=st.none() | st.lists(FINITE, max_size=9),
+)
+STATS = st.builds(m.StepStats, num_running=st.integers(0, 1000), kv_usage=st.floats(0, 1))
+REQUEST = SUBMIT | st.builds(m.Abort, st.lists(st.text())) | st.just(m.Shutdown())
+EVENT = (
+    st.builds(m.StepOutputs, st.integers(0, 9), FINITE, st.lists(OUTPUT, max_size=3), STATS)
+    | st.builds(m.Progress, st.integers(0, 9), st.text(), FINITE, FINITE, st.text())
+    | st.builds(m.EngineFailed, st.integers(0, 9), st.text(), st.text(), st.booleans())
+    | st.builds(
+        m.Ready,
+        *[st.integers(0, 10**6)] * 8,
+        st.lists(st.tuples(st.text(), st.text(), st.text()), max_size=3),
+        st.integers(0, 100),
+    )
+)
+
+
+@given(REQUEST)
+def test_requests_come_back_as_they_went(message: m.EngineRequest) -> None:
+    assert m.decode_request(m.encode(message)) == message
+
+
+@given(EVENT)
+def test_events_come_back_as_they_went(message: m.EngineEvent) -> None:
+    assert m.decode_event(m.encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(data: bytes) -> None:
+    for decode in (m.decode_request, m.decode_event):
+        with pytest.raises((msgspec.DecodeError, msgspec.ValidationError)):
+            decode(data)
+
+
+def test_each_direction_refuses_the_other() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        m.decode_event(m.encode(m.Shutdown()))
+    with pytest.raises(msgspec.ValidationError):
+        m.decode_request(m.encode(m.EngineFailed(0, "", "", False)))
+
+
+def test_a_field_of_the_wrong_type_is_refused() -> None:
+    wire = msgspec.msgpack.encode(["submit", "id", ["not an id"], {}])
+    with pytest.raises(msgspec.ValidationError):
+        m.decode_request(wire)
+
+
+def test_sampling_params_are_checked_on_arrival() -> None:
+    wire = msgspec.msgpack.encode(["submit", "id", [1], {"temperature": -1.0}])
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        m.decode_request(wire)
+
+
+def test_finish_reasons_have_the_names_of_the_api() -> None:
+    assert [reason.name.lower() for reason in m.FinishReason] == [
+        "stop",
+        "length",
+        "abort",
+        "error",
+    ]
+
+
+def test_a_step_of_many_requests_is_small() -> None:
+    outputs = [m.RequestOutput(f"request-{i}", [12345]) for i in range(64)]
+    assert len(m.encode(m.StepOutputs(0, 1e6, outputs, m.StepStats()))) < 64 * 40

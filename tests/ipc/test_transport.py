@@ -1,0 +1,204 @@
+import asyncio
+import contextlib
+import os
+import stat
+import tempfile
+import threading
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from jaxserve.ipc.messages import (
+    Abort,
+    EngineFailed,
+    FinishReason,
+    Progress,
+    Ready,
+    RequestOutput,
+    Shutdown,
+    StepOutputs,
+    StepStats,
+    Submit,
+    TokenLogprobs,
+    encode,
+)
+from jaxserve.ipc.transport import (
+    MAX_EVENTS,
+    MAX_SOCKET_PATH,
+    EventReceiver,
+    EventSender,
+    RequestReceiver,
+    RequestSender,
+    SocketFolder,
+)
+from jaxserve.sampling_params import SamplingParams
+
+REQUESTS = [
+    Submit("a", [1, 2, 3], SamplingParams(temperature=0.5, stop=("x", "y"), seed=-(2**63))),
+    Submit("b", list(range(5000)), SamplingParams(), 7, -1, 1.5, "salt", num_prior_tokens=3),
+    Abort(["a", "b"]),
+    Shutdown(),
+]
+EVENTS = [
+    Progress(3, "load weights", 1.5, 2.0, "GB", "from disk", seconds=0.25),
+    Ready(3, 99, 2048, 1000, 16, 64, 8, 512, [("dtype", "float32", "a CPU")], 7),
+    StepOutputs(
+        3,
+        12.5,
+        [
+            RequestOutput("a", [5], logprobs=[TokenLogprobs([5, 6], [-0.1, -2.0], 1)]),
+            RequestOutput("b", [8, 9], FinishReason.STOP, stop_reason=9, num_cached_tokens=16),
+        ],
+        StepStats(num_running=2, kv_usage=0.5),
+    ),
+    EngineFailed(3, "too large", "Traceback...", True, "ConfigError"),
+]
+
+
+@pytest.fixture
+def folder():
+    folder = SocketFolder()
+    yield folder
+    folder.remove()
+
+
+@contextlib.contextmanager
+def terminated(context):
+    try:
+        yield context
+    finally:
+        context.term()
+
+
+def front_context():
+    return terminated(zmq.asyncio.Context())
+
+
+def test_folder_is_private_and_goes_away(folder):
+    assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
+    with open(os.path.join(folder.path, "left-over"), "w"):
+        pass
+    folder.remove()
+    folder.remove()
+    assert not os.path.exists(folder.path)
+
+
+def test_addresses_fit_a_socket_even_if_the_temporary_folder_has_a_long_name(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = SocketFolder()
+    with terminated(zmq.Context()) as context, context.socket(zmq.PULL) as socket:
+        socket.bind(folder.requests(99))
+        assert len(folder.requests(99).removeprefix("ipc://")) <= MAX_SOCKET_PATH
+    folder.remove()
+    assert list(long.iterdir()) == []
+
+
+async def test_every_message_passes_both_ways(folder):
+    heard = []
+
+    def engine():
+        with terminated(zmq.Context()) as context:
+            receiver = RequestReceiver(context, folder.requests(3))
+            sender = EventSender(context, folder.events)
+            sender.send(EVENTS[0])  # so that the front knows that the engine listens
+            while not isinstance(heard[-1] if heard else None, Shutdown):
+                heard.append(receiver.receive())
+            for event in EVENTS[1:]:
+                sender.send(event)
+            receiver.close()
+            sender.close(linger_s=5)
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    with front_context() as context:
+        receiver = EventReceiver(context, folder.events)
+        events = await receiver.receive()
+        sender = RequestSender(context, folder.requests(3))
+        for request in REQUESTS:
+            sender.send(request)
+        while len(events) < len(EVENTS):
+            events += await receiver.receive()
+        receiver.close()
+        sender.close()
+    await asyncio.to_thread(thread.join)
+    assert heard == REQUESTS
+    assert events == EVENTS
+
+
+async def test_the_front_takes_what_has_come_at_once():
+    num_events = 2 * MAX_EVENTS + 1
+    events = [Progress(i, "load", i, num_events, "things") for i in range(num_events)]
+    address = "inproc://events"  # what is sent there has come
+    with (
+        front_context() as context,
+        contextlib.closing(EventReceiver(context, address)) as receiver,
+        contextlib.closing(zmq.Socket(context, zmq.PUSH)) as raw,
+    ):
+        raw.connect(address)
+        for event in events:
+            raw.send(encode(event))
+        heard = [await receiver.receive() for _ in range(3)]
+        assert list(map(len, heard)) == [MAX_EVENTS, MAX_EVENTS, 1]
+        assert sum(heard, []) == events
+        waiting = asyncio.create_task(receiver.receive())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        raw.send(encode(events[0]))
+        assert await waiting == events[:1]
+
+
+GARBAGE = [b"", b"\xc1", b"\x91\xa7unknown", b"\x92\xa5abort\x01", b"\x80" * 50]
+
+
+async def test_front_drops_what_it_cannot_decode(folder, caplog):
+    with front_context() as context:
+        receiver = EventReceiver(context, folder.events)
+        with zmq.Socket(context, zmq.PUSH) as raw:
+            raw.connect(folder.events)
+            for data in [*GARBAGE, encode(EVENTS[1])]:
+                raw.send(data)
+            events = []
+            while not events:
+                events = await receiver.receive()
+            assert events == [EVENTS[1]]
+        receiver.close()
+    assert sum("cannot be decoded" in r.message for r in caplog.records) == len(GARBAGE)
+
+
+def test_engine_drops_what_it_cannot_decode(folder, caplog):
+    with terminated(zmq.Context()) as context:
+        receiver = RequestReceiver(context, folder.requests(0))
+        with context.socket(zmq.PUSH) as raw:
+            raw.connect(folder.requests(0))
+            for data in [*GARBAGE, encode(Shutdown())]:
+                raw.send(data)
+            assert receiver.receive() == Shutdown()
+        receiver.close()
+    assert sum("cannot be decoded" in r.message for r in caplog.records) == len(GARBAGE)
+
+
+def test_the_end_of_the_context_ends_the_wait_of_an_engine(folder):
+    context = zmq.Context()
+    receiver = RequestReceiver(context, folder.requests(0))
+    received = []
+    thread = threading.Thread(target=lambda: received.append(receiver.receive()))
+    thread.start()
+    context.term()
+    thread.join()
+    assert received == [None]
+
+
+async def test_neither_sending_to_an_engine_that_is_gone_nor_closing_blocks(folder):
+    with terminated(zmq.Context()) as engine_context, front_context() as context:
+        receiver = RequestReceiver(engine_context, folder.requests(0))
+        sender = RequestSender(context, folder.requests(0))
+        sender.send(Shutdown())
+        assert receiver.receive() == Shutdown()
+        receiver.close()
+        for _ in range(5000):
+            sender.send(Abort(["a"]))
+        sender.close()
+        sender.close()

@@ -1,0 +1,162 @@
+"""Requests wait for their grammars, and nobody waits for them."""
+
+from concurrent.futures import Future
+
+import pytest
+
+from jaxserve.core.scheduler import Scheduler
+from jaxserve.engine.core import EngineCore
+from jaxserve.errors import InvalidRequestError
+from jaxserve.ipc.messages import FinishReason, Submit
+from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.structured_output.compiling import COMPILE_TIMEOUT_S
+from jaxserve.testing.fake_runner import FakeModel, FakeRunner
+
+SIZES = {"num_blocks": 40, "block_size": 4}
+
+
+class Anything:
+    """Ends the answer with its third token."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def fill_mask(self, mask):
+        raise AssertionError("a fake runner ignores constraints")
+
+    def accept(self, token_id):
+        self.tokens.append(token_id)
+        return FinishReason.STOP if len(self.tokens) == 3 else None
+
+
+class Compiler:
+    """Compiles when it is told to."""
+
+    def __init__(self):
+        self.futures: dict[str, Future] = {}
+
+    def __call__(self, submit):
+        return self.futures.setdefault(submit.request_id, Future())
+
+
+@pytest.fixture
+def compiler():
+    return Compiler()
+
+
+@pytest.fixture(params=[1, 2])
+def core(request, compiler):
+    scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=60, **SIZES)
+    runner = FakeRunner(FakeModel(), **SIZES)
+    return EngineCore(scheduler, runner, depth=request.param, compile_grammar=compiler)
+
+
+def submit(request_id, grammar=None, max_tokens=5):
+    params = SamplingParams(seed=0, max_tokens=max_tokens, grammar=grammar)
+    return Submit(request_id, [1, 2, 3], params)
+
+
+ANY = Grammar("regex", "a+")
+
+
+def outputs_of(core, steps=30, start=0.0):
+    outputs = [output for i in range(steps) for output in core.step(start + i)]
+    tokens, reasons = {}, {}
+    for output in outputs:
+        tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        if output.finish_reason is not None:
+            reasons[output.request_id] = output.finish_reason
+    return tokens, reasons
+
+
+def test_others_go_on_while_a_grammar_is_compiled(core, compiler):
+    core.add(submit("a", ANY))
+    core.add(submit("b"))
+    assert core.has_work
+    tokens, reasons = outputs_of(core, steps=10)
+    assert list(tokens) == ["b"]
+    assert reasons == {"b": FinishReason.LENGTH}
+    assert core.has_work
+    assert core.stats().num_waiting == 1
+    constraint = Anything()
+    compiler.futures["a"].set_result(constraint)
+    tokens, reasons = outputs_of(core, start=10.0, steps=10)
+    assert len(tokens["a"]) == 3, "it is the constraint that ends it"
+    assert tokens["a"] == constraint.tokens
+    assert reasons == {"a": FinishReason.STOP}
+    assert not core.has_work
+    assert core.stats().num_waiting == 0
+
+
+def test_a_constraint_sees_each_token_once_in_order(core, compiler):
+    """Also with a step under way and after preemption: there is room for one request at a time."""
+    constraints = {name: Anything() for name in "abcdef"}
+    for name, constraint in constraints.items():
+        core.add(submit(name, ANY))
+        compiler.futures[name].set_result(constraint)
+    tokens, _ = outputs_of(core, steps=60)
+    assert tokens == {name: constraint.tokens for name, constraint in constraints.items()}
+
+
+def test_a_grammar_that_fails_ends_its_request_only(core, compiler):
+    core.add(submit("a", ANY))
+    core.add(submit("b", ANY))
+    compiler.futures["a"].set_exception(InvalidRequestError("no such thing"))
+    compiler.futures["b"].set_result(Anything())
+    tokens, reasons = outputs_of(core)
+    assert reasons == {"a": FinishReason.ERROR, "b": FinishReason.STOP}
+    assert tokens["a"] == []
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("too large"), OSError("no tokenizer")])
+def test_a_traceback_is_for_what_nobody_expects(core, compiler, caplog, error):
+    core.add(submit("a", ANY))
+    compiler.futures["a"].set_exception(error)
+    outputs_of(core)
+    (record,) = [record for record in caplog.records if "no grammar" in record.message]
+    assert record.message == f"no grammar for request a: {error}"
+    assert bool(record.exc_info) == isinstance(error, OSError)
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request_only(core, compiler):
+    core.add(submit("a", ANY))
+    core.step(0.0)
+    core.add(submit("b", ANY))
+    assert core.step(COMPILE_TIMEOUT_S) == []
+    (output,) = core.step(COMPILE_TIMEOUT_S + 1)
+    assert (output.request_id, output.finish_reason) == ("a", FinishReason.ERROR)
+    compiler.futures["b"].set_result(Anything())
+    _, reasons = outputs_of(core, start=COMPILE_TIMEOUT_S + 2)
+    assert reasons == {"b": FinishReason.STOP}
+
+
+def test_abort_while_it_is_compiled(core, compiler):
+    core.add(submit("a", ANY))
+    core.step(0.0)
+    core.abort(["a", "nobody"])
+    assert not core.has_work
+    assert compiler.futures["a"].cancelled()
+
+
+def test_an_id_in_use_is_refused(core, compiler):
+    core.add(submit("a", ANY))
+    core.add(submit("a", ANY))
+    (output,) = core.step(0.0)
+    assert output.finish_reason == FinishReason.ERROR
+    compiler.futures["a"].set_result(Anything())
+    _, reasons = outputs_of(core, start=1.0)
+    assert reasons == {"a": FinishReason.STOP}
+
+
+def test_it_does_not_spin_while_there_is_nothing_else_to_do(core, compiler, monkeypatch):
+    waits = []
+    monkeypatch.setattr(core._compiling, "wait", waits.append)
+    core.add(submit("a", ANY))
+    core.step(0.0)
+    assert len(waits) == 1
+    core.add(submit("b"))
+    outputs_of(core, steps=5)
+    assert len(waits) <= 2
+    compiler.futures["a"].set_result(Anything())
+    outputs_of(core, steps=10)
+    assert not core.has_work

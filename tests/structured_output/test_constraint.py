@@ -1,0 +1,313 @@
+"""Following grammars with the real library: what comes out, whatever the model would like."""
+
+import itertools
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.locate import open_checkpoint
+from jaxserve.core.constraint import Constraint
+from jaxserve.errors import InvalidRequestError
+from jaxserve.ipc.messages import FinishReason, Submit
+from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.structured_output import constraint as grammars
+from jaxserve.structured_output.constraint import MAX_EXTRA_TIME_S, TOKEN_TIME_S, GrammarCompiler
+from jaxserve.structured_output.worker import GrammarWorker
+from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+EOS = TOKENIZER.eos_token_id
+VOCAB = 330
+"""More logits than tokens."""
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler(lambda: TOKENIZER, VOCAB)
+
+
+@pytest.fixture
+def make(compiler):
+    """``make(grammar)``: a constraint at its beginning."""
+
+    def start(grammar, *, eos=EOS, prior=(), **params) -> Constraint:
+        params = SamplingParams(seed=0, grammar=grammar, **params)
+        submit = Submit("a", [1, *prior], params, eos_token_id=eos, num_prior_tokens=len(prior))
+        return compiler.start(submit).result()
+
+    return start
+
+
+def allowed(constraint: Constraint) -> list[int]:
+    mask = np.full(-(-VOCAB // 32), 0xABCDEF01, np.uint32)
+    constraint.fill_mask(mask)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def follow(constraint: Constraint, choose, limit: int = 400):
+    """Takes the tokens that ``choose`` picks; returns the text and why it ended, if it did."""
+    tokens: list[int] = []
+    for _ in range(limit):
+        ids = allowed(constraint)
+        assert ids
+        assert max(ids) < TOKENIZER.vocab_size, "not a token"
+        tokens.append(choose(ids))
+        reason = constraint.accept(tokens[-1])
+        if reason is not None:
+            return TOKENIZER.decode(tokens), reason
+    return TOKENIZER.decode(tokens), None
+
+
+def at_random(seed: int):
+    rng = np.random.default_rng(seed)
+    return lambda ids: int(rng.choice(ids))
+
+
+def preferring(*texts: bytes, seed: int = 0):
+    """Takes the first of these that is allowed, else any token."""
+    ids_of = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size)}
+    wanted, otherwise = [ids_of[text] for text in texts], at_random(seed)
+    return lambda ids: next((i for i in wanted if i in ids), None) or otherwise(ids)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["é", "\U0001f525", 'a"b', "\u2028"]},
+        "größe": {"type": "integer", "minimum": 0, "maximum": 250},
+        "ok": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"const": "x\\y/z"}, "maxItems": 3},
+    },
+    "required": ["name", "größe", "ok", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_tokens_make_json_of_the_schema(make, seed):
+    text, reason = follow(make(Grammar("json_schema", json.dumps(PERSON))), at_random(seed))
+    assert reason is FinishReason.STOP
+    value = json.loads(text)
+    assert list(value) == list(PERSON["properties"])
+    assert value["name"] in PERSON["properties"]["name"]["enum"]
+    assert 0 <= value["größe"] <= 250
+    assert isinstance(value["ok"], bool)
+    assert set(value["tags"]) <= {"x\\y/z"}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts"),
+    [
+        (
+            Grammar("choice", '["yes", "yellow", "né🔥", "a\\"\\n/"]'),
+            {"yes", "yellow", "né🔥", 'a"\n/'},
+        ),
+        (Grammar("regex", "(a/b|[cd]{2})é?"), None),
+        (Grammar("grammar", 'start: "x" B+\nB: "y" | "z"'), None),
+        (Grammar("json_schema", '{"enum": ["é", "\\ud83d\\udd25", 1]}'), {'"é"', '"🔥"', "1"}),
+    ],
+)
+def test_every_kind_of_grammar(make, grammar, texts):
+    patterns = {"regex": "(a/b|[cd]{2})é?", "grammar": "x[yz]+"}
+    found = {follow(make(grammar), at_random(seed))[0] for seed in range(30)}
+    assert len(found) > 1
+    if texts is not None:
+        assert found <= texts
+    else:
+        assert all(re.fullmatch(patterns[grammar.kind], text) for text in found)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar("json_object"), Grammar("json_schema", json.dumps(PERSON))],
+)
+def test_whitespace_has_an_end(make, grammar):
+    for spaces in ((b" ", b"\n"), (b"\n", b" "), (b"\t", b"\n", b"\t"), (b"\n", b"\t")):
+        choose = preferring(*spaces, b'"', b":", b"0", b"]")
+        text, reason = follow(make(grammar), choose, limit=300)
+        assert reason is FinishReason.STOP
+        json.loads(text)
+
+
+def test_whitespace_in_strings_has_an_end_too(make):
+    constraint = make(Grammar("json_object"))
+    text, _ = follow(constraint, preferring(b"{"), limit=1)
+    assert text == "{"
+    text, _ = follow(constraint, preferring(b'"'), limit=1)
+    spaces, _ = follow(constraint, preferring(b" "), limit=100)
+    assert "  " in spaces
+    assert max(map(len, re.findall(" +", spaces))) <= 33
+
+
+def test_the_end_comes_only_where_the_text_may_end(make):
+    liking_the_end = preferring(TOKENIZER.token_bytes(EOS))
+    text, reason = follow(make(Grammar("json_schema", json.dumps(PERSON))), liking_the_end)
+    assert reason is FinishReason.STOP
+    json.loads(text)
+    assert follow(make(Grammar("regex", "a{3,9}")), liking_the_end) == ("aaa", FinishReason.STOP)
+
+
+def test_a_complete_text_ends_at_once(make):
+    """No end token is needed, so that neither min_tokens nor ignore_eos can hold it up."""
+    hello = TOKENIZER.encode("hello")
+    for options in ({}, {"eos": None}, {"min_tokens": 9}):
+        constraint = make(Grammar("choice", '["hello"]'), **options)
+        reasons = [constraint.accept(token) for token in hello]
+        assert reasons == [*[None] * (len(hello) - 1), FinishReason.STOP]
+
+
+def test_without_an_end_token_a_text_goes_on_as_long_as_it_can(make):
+    text, reason = follow(make(Grammar("regex", "a{3,9}"), eos=None), at_random(0))
+    assert (text, reason) == ("a" * 9, FinishReason.STOP)
+
+
+def test_further_end_tokens_end_where_the_text_may_end(make):
+    other = next(i for i in TOKENIZER.special_ids if i != EOS)
+    constraint = make(Grammar("regex", "a{2,9}"), stop_token_ids=(other, 5))
+    (a,) = TOKENIZER.encode("a")
+    constraint.accept(a)
+    assert other not in allowed(constraint)
+    constraint.accept(a)
+    ids = allowed(constraint)
+    assert {other, EOS, a} <= set(ids)
+    assert 5 not in ids, "a stop id with a text is left to the grammar"
+    assert constraint.accept(other) is FinishReason.STOP
+
+
+def test_an_empty_text_can_only_end(make):
+    assert allowed(make(Grammar("regex", ""))) == [EOS]
+    assert make(Grammar("regex", "")).accept(EOS) is FinishReason.STOP
+
+
+def test_a_token_that_is_not_allowed_ends_this_request_only(make):
+    one, other = make(Grammar("regex", "a+")), make(Grammar("regex", "a+"))
+    (a,) = TOKENIZER.encode("a")
+    (b,) = TOKENIZER.encode("b")
+    assert one.accept(b) is FinishReason.ERROR
+    assert len(allowed(one)) == -(-VOCAB // 32) * 32, "anything: it is dropped"
+    assert one.accept(a) is FinishReason.ERROR
+    assert a in allowed(other)
+    assert other.accept(a) is None
+
+
+def test_a_grammar_without_any_text_ends_with_an_error(make):
+    constraint = make(Grammar("regex", r"[^\s\S]"))
+    assert len(allowed(constraint)) == -(-VOCAB // 32) * 32
+    assert constraint.accept(0) is FinishReason.ERROR
+
+
+def test_it_goes_on_after_the_tokens_of_an_engine_that_died(make):
+    prior = TOKENIZER.encode('{"hello')
+    constraint = make(Grammar("json_object"), prior=prior)
+    assert TOKENIZER.encode("{")[0] in allowed(constraint), "within the string"
+    for text in ('"', ":", "1"):
+        assert constraint.accept(TOKENIZER.encode(text)[0]) is None
+    assert constraint.accept(TOKENIZER.encode("}")[0]) is FinishReason.STOP
+
+
+def test_a_grammar_that_cannot_be_compiled(make):
+    with pytest.raises(InvalidRequestError, match="unclosed"):
+        make(Grammar("regex", "(a"))
+
+
+MANY_WAYS = "(a|aa)*" * 300 + "$"
+
+
+def with_patterns(num_fields):
+    fields = {f"p{i}": f"^{f'(a|a{i}|aa)*' * 300}$" for i in range(num_fields)}
+    properties = {name: {"type": "string", "pattern": pattern} for name, pattern in fields.items()}
+    return Grammar("json_schema", json.dumps({"type": "object", "properties": properties}))
+
+
+@pytest.fixture(scope="module")
+def checked_and_compiled(smollm2):
+    """``checked_and_compiled(grammar)``: whether either is possible with a real vocabulary."""
+    tokenizer = open_checkpoint(str(smollm2)).tokenizer()
+    worker = GrammarWorker(tokenizer, tokenizer.vocab_size)
+    compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
+
+    def is_possible(work):
+        try:
+            work()
+        except InvalidRequestError:
+            return False
+        return True
+
+    def both(grammar):
+        submit = Submit("a", [1], SamplingParams(seed=0, grammar=grammar))
+        compiled = is_possible(lambda: compiler.start(submit).result())
+        return is_possible(lambda: worker.check(grammar)), compiled
+
+    return both
+
+
+@pytest.mark.parametrize(
+    ("grammar", "expected"),
+    [
+        (Grammar("regex", MANY_WAYS), False),
+        (Grammar("regex", MANY_WAYS[: 7 * 100]), True),
+        (Grammar("regex", "(aa){1,300}|(aaa){1,300}|(a{5}){1,300}|(a{7}){1,300}"), True),
+        (Grammar("regex", r"((a{0,100}){0,100}){0,100}"), True),
+        (Grammar("json_schema", json.dumps({"type": "string", "pattern": MANY_WAYS})), True),
+        (with_patterns(20), False),
+        (with_patterns(3), True),
+        (Grammar("grammar", f"start: /{MANY_WAYS[:-1]}/"), False),
+        (Grammar("choice", json.dumps(["a" * i for i in range(1, 600)])), True),
+        (Grammar("choice", json.dumps([str(i) * 60 for i in range(1000)])), True),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_passes_its_check_can_be_compiled(checked_and_compiled, grammar, expected):
+    """The work for a grammar grows with the tokens, so both have to be with the same ones."""
+    assert checked_and_compiled(grammar) == (expected, expected)
+
+
+def test_the_tokenizer_is_loaded_once_and_only_when_it_is_needed():
+    calls = []
+
+    def load():
+        calls.append(1)
+        return TOKENIZER
+
+    compiler = GrammarCompiler(load, VOCAB)
+    assert not calls
+    params = SamplingParams(seed=0, grammar=Grammar("regex", "a+"))
+    futures = [compiler.start(Submit(str(i), [1], params)) for i in range(20)]
+    constraints = [future.result() for future in futures]
+    assert calls == [1]
+    assert len({id(c) for c in constraints}) == 20
+    # Each one is followed by itself, though they were compiled once.
+    (a,) = TOKENIZER.encode("a")
+    constraints[0].accept(a)
+    assert EOS not in allowed(constraints[1])
+
+
+def ambiguous(num_words):
+    """Each text can be cut into the same words in very many ways."""
+    words = range(num_words)
+    rules = [f"a{i}: W{i} start?\nW{i}: /[a-z ]{{1,{i + 1}}}/" for i in words]
+    return Grammar("grammar", "\n".join([f"start: {' | '.join(f'a{i}' for i in words)}", *rules]))
+
+
+def test_the_work_for_one_token_has_an_end(make, monkeypatch):
+    """It grows with the cube of the words; of 800 it would take minutes."""
+    monkeypatch.setattr(grammars, "MAX_EXTRA_TIME_S", math.inf)
+    for num_words, is_too_much in ((20, False), (600, True)):
+        constraint = make(ambiguous(num_words))
+        reasons = [constraint.accept(token) for token in TOKENIZER.encode("a") * 3]
+        assert (FinishReason.ERROR in reasons) == is_too_much
+
+
+def test_a_request_whose_tokens_take_too_long_is_ended(make, monkeypatch):
+    """A little too long is allowed, but not again and again."""
+    clock = itertools.count(step=TOKEN_TIME_S + MAX_EXTRA_TIME_S / 10)
+    constraint = make(Grammar("regex", "a+"))
+    monkeypatch.setattr(grammars.time, "thread_time", clock.__next__)
+    (a,) = TOKENIZER.encode("a")
+    reasons = [constraint.accept(a) for _ in range(12)]
+    assert reasons[:9] == [None] * 9
+    assert reasons[11] is FinishReason.ERROR
+    assert len(allowed(constraint)) == -(-VOCAB // 32) * 32

@@ -1,0 +1,239 @@
+import itertools
+import random
+
+import pytest
+
+from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.tokenizer import Pieces
+
+CONTINUATIONS = (0x80, 0x90, 0xA0, 0xBF)
+
+
+class Vocabulary:
+    """Stands for a tokenizer: token i has the bytes ``table[i]``."""
+
+    def __init__(self, table: list[bytes], special: frozenset[int] = frozenset()) -> None:
+        self.table, self.special = table, special
+
+    def pieces(self, *, skip_special_tokens: bool) -> Pieces:
+        return Pieces(
+            lambda i: self.table[i] if i < len(self.table) else b"",
+            self.special if skip_special_tokens else frozenset(),
+        )
+
+
+def complete_text(data: bytes) -> str:
+    """The text of data without the beginning of a character at its end.
+
+    Python counts surrogates as characters here, and replaces them once they are complete.
+    """
+    for cut in range(min(3, len(data)), 0, -1):
+        tail = data[len(data) - cut :]
+        for length in range(1, 4):
+            for rest in itertools.product(CONTINUATIONS, repeat=length):
+                try:
+                    if len((tail + bytes(rest)).decode(errors="surrogatepass")) == 1:
+                        return data[:-cut].decode(errors="replace")
+                except UnicodeDecodeError:
+                    pass
+    return data.decode(errors="replace")
+
+
+def reference(
+    tokens: list[bytes], stops: tuple[str, ...], *, include_stop: bool, min_tokens: int
+) -> tuple[str, str | None, int]:
+    """Text, stop text and number of tokens used, by decoding from the start after every token."""
+    unsearched = len(complete_text(b"".join(tokens[:min_tokens])))
+    for used in range(min_tokens + 1, len(tokens) + 1):
+        text = complete_text(b"".join(tokens[:used]))
+        found = [
+            (text.find(stop, unsearched), i)
+            for i, stop in enumerate(stops)
+            if text.find(stop, unsearched) >= 0
+        ]
+        if found:
+            start, i = min(found)
+            return text[:start] + (stops[i] if include_stop else ""), stops[i], used
+    return b"".join(tokens).decode(errors="replace"), None, len(tokens)
+
+
+def longest_hold(text: str, stops: tuple[str, ...]) -> int:
+    return max(
+        (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
+    )
+
+
+def run(detokenizer: Detokenizer, ids: list[int], rng: random.Random):
+    """Pushes ids in random groups. Returns text, stop text, tokens used, and the texts so far."""
+    text, used, progress, at = "", 0, [], 0
+    while True:
+        size = rng.choice((1, 1, 1, 2, 5))
+        group, at = ids[at : at + size], at + size
+        step = detokenizer.push(group, finished=at >= len(ids))
+        text += step.text_delta
+        used += step.num_tokens_used
+        progress.append((used, text))
+        if step.stop_hit is not None or at >= len(ids):
+            return text, step.stop_hit, used, progress
+
+
+BYTE_TABLE = [
+    *(b"a", b"b", b"ab", b"ba", b"aab", b" ", b" a", b"b b", b"", "é".encode(), "aé".encode()),
+    *(b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x94", b"\xa5", b"\xff", b"\xed"),
+    *(b"a\xe2\x82", b"\xacb", "€".encode(), "🔥".encode(), b"\xa0\x80"),
+]
+STOP_LETTERS = "aab é€\ufffd"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_tokens_and_stops(seed: int) -> None:
+    rng = random.Random(seed)
+    vocabulary = Vocabulary(BYTE_TABLE)
+    for _ in range(250):
+        ids = [rng.randrange(len(BYTE_TABLE)) for _ in range(rng.randrange(1, 14))]
+        stops = tuple(
+            "".join(rng.choices(STOP_LETTERS, k=rng.randrange(1, 6)))
+            for _ in range(rng.randrange(4))
+        )
+        min_tokens, include_stop = rng.choice((0, 0, 2, 5)), rng.random() < 0.5
+        expected = reference(
+            [BYTE_TABLE[i] for i in ids], stops, include_stop=include_stop, min_tokens=min_tokens
+        )
+        for _ in range(3):
+            detokenizer = Detokenizer(
+                vocabulary,
+                skip_special_tokens=True,
+                stop=stops,
+                include_stop=include_stop,
+                min_tokens=min_tokens,
+            )
+            *result, _ = run(detokenizer, ids, rng)
+            assert tuple(result) == expected, (ids, stops, min_tokens, include_stop)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_holds_back_no_more_than_could_begin_a_stop(seed: int) -> None:
+    rng = random.Random(100 + seed)
+    vocabulary = Vocabulary([b"a", b"b", b"ab", b"c", "é".encode(), b"aa"])
+    for _ in range(200):
+        ids = [rng.randrange(6) for _ in range(10)]
+        stops = tuple("".join(rng.choices("abcé", k=rng.randrange(3, 8))) for _ in range(2))
+        detokenizer = Detokenizer(vocabulary, skip_special_tokens=True, stop=stops)
+        *_, progress = run(detokenizer, ids, rng)
+        for used, shown in progress[:-1]:
+            so_far = b"".join(vocabulary.table[i] for i in ids[:used]).decode()
+            assert shown == so_far[: len(so_far) - longest_hold(so_far, stops)], (ids, stops)
+
+
+def texts(stop=(), **options):
+    """Pushes texts one by one; returns what each push shows."""
+
+    def push_all(*tokens: str | bytes) -> list[str]:
+        table = [t if isinstance(t, bytes) else t.encode() for t in tokens]
+        detokenizer = Detokenizer(Vocabulary(table), skip_special_tokens=True, stop=stop, **options)
+        shown = []
+        for i in range(len(table)):
+            step = detokenizer.push([i], finished=i == len(table) - 1)
+            shown.append(step.text_delta)
+            if step.stop_hit:
+                break
+        return shown
+
+    return push_all
+
+
+def test_bytes_are_held_until_the_character_is_complete() -> None:
+    assert texts()(b"\xf0", b"\x9f", b"\x94", b"\xa5", "ok") == ["", "", "", "🔥", "ok"]
+
+
+def test_unfinished_character_becomes_one_replacement_at_the_end() -> None:
+    assert texts()("a", b"\xf0\x9f\x94") == ["a", "\ufffd"]
+    assert texts(stop=("zz",))("a", b"\xf0\x9f\x94") == ["a", "\ufffd"]
+
+
+def test_finish_without_tokens_flushes_everything() -> None:
+    for stop in ((), ("abc",)):
+        detokenizer = Detokenizer(Vocabulary([b"ab\xe2\x82"]), skip_special_tokens=True, stop=stop)
+        first = detokenizer.push([0], finished=False)
+        last = detokenizer.push([], finished=True)
+        assert first.text_delta + last.text_delta == "ab\ufffd"
+        assert last.num_tokens_used == 0
+
+
+def test_stop_that_spans_tokens() -> None:
+    push_all = texts(stop=("beta gamma",))
+    assert push_all("alpha", " beta", " gamma", " delta") == ["alpha", " ", ""]
+    push_all = texts(stop=("beta gamma",), include_stop=True)
+    assert push_all("alpha", " beta", " gamma", " delta") == ["alpha", " ", "beta gamma"]
+
+
+def test_nothing_of_a_stop_is_shown_before_it_completes() -> None:
+    assert texts(stop=("\nUser:",))("hi", "\nUser", ":", "x") == ["hi", "", ""]
+
+
+def test_held_text_is_shown_when_it_turns_out_to_be_none() -> None:
+    assert texts(stop=("\nUser:",))("hi", "\nUs", "e", "d") == ["hi", "", "", "\nUsed"]
+    assert texts(stop=("\nUser:",))("end\nUs") == ["end\nUs"]
+
+
+def test_stop_inside_a_token() -> None:
+    assert texts(stop=("ob",))(" foobar") == [" fo"]
+
+
+def test_long_stop_that_never_begins_holds_nothing_back() -> None:
+    shown = texts(stop=("Z" * 500,))(*["word "] * 20)
+    assert shown == ["word "] * 20
+
+
+def test_earliest_stop_wins_then_the_first_named() -> None:
+    for stops, winner in (
+        (("d", "bc"), "bc"),
+        (("bcd", "bc"), "bcd"),
+        (("bc", "bcd"), "bc"),
+        (("c", "bcd"), "bcd"),
+    ):
+        detokenizer = Detokenizer(Vocabulary([b"abcde"]), skip_special_tokens=True, stop=stops)
+        step = detokenizer.push([0], finished=False)
+        assert (step.stop_hit, step.num_tokens_used) == (winner, 1)
+
+
+def test_a_stop_that_completes_in_an_earlier_token_wins_however_tokens_are_pushed() -> None:
+    vocabulary = Vocabulary([b"abc", b"d"])
+    for groups in ([[0], [1]], [[0, 1]]):
+        detokenizer = Detokenizer(vocabulary, skip_special_tokens=True, stop=("abcd", "bc"))
+        step = detokenizer.push(groups[0], finished=False)
+        assert (step.text_delta, step.stop_hit, step.num_tokens_used) == ("a", "bc", 1)
+
+
+def test_min_tokens() -> None:
+    push_all = texts(stop=("STOP",), min_tokens=3)
+    assert push_all("a", "STOP", "b", "STOP", "c") == ["a", "STOP", "b", ""]
+    # Text of the first tokens is shown at once and is no beginning of a stop text either.
+    assert texts(stop=("STOP",), min_tokens=1)("ST", "OP", "x") == ["ST", "OP", "x"]
+
+
+def test_special_tokens_are_left_out_unless_asked_for() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode("hello<|im_end|><think> world")
+    for skip, expected in ((True, "hello<think> world"), (False, "hello<|im_end|><think> world")):
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+        shown = "".join(detokenizer.push([i], finished=False).text_delta for i in ids)
+        assert shown == expected
+
+
+def test_leading_space_is_kept() -> None:
+    assert texts()(" Hello", " world") == [" Hello", " world"]
+
+
+def test_ids_that_are_no_token_have_no_text() -> None:
+    detokenizer = Detokenizer(Vocabulary([b"a"]), skip_special_tokens=True)
+    assert detokenizer.push([0, 7, 0], finished=True).text_delta == "aa"
+
+
+def test_nothing_may_follow_the_end() -> None:
+    for stop, finished in ((("a",), False), ((), True), (("b",), True)):
+        detokenizer = Detokenizer(Vocabulary([b"a"]), skip_special_tokens=True, stop=stop)
+        detokenizer.push([0], finished=finished)
+        with pytest.raises(AssertionError, match="after the end"):
+            detokenizer.push([0], finished=False)

@@ -31,9 +31,9 @@ from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.process import load_factory
 from jaxserve.engine.progress_lines import ProgressLines
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
-from jaxserve.front.concurrency import as_finished
+from jaxserve.front.concurrency import bounded_as_completed
 from jaxserve.front.served_model import ServedModel
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import Progress
 from jaxserve.offline.outputs import CompletionOutput, LLMOutput, Prompt, as_prompts, collect
 from jaxserve.openai.prompts import render_prompt
@@ -102,7 +102,7 @@ class LLM:
         self._call = background.call
         try:
             engine = background.start(lambda: build(config, 0, on_progress))
-            self._frontend = Frontend(
+            self._text_engine = TextEngine(
                 engine,
                 served.tokenizer,
                 model_names=[served.name],
@@ -169,11 +169,11 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
-        return self._frontend.tokenizer
+        return self._text_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What counts when no parameters are given."""
-        return SamplingParams(**self._frontend.defaults.sampling)  # type: ignore[arg-type]
+        return SamplingParams(**self._text_engine.defaults.sampling)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Ends the engine and frees its memory. May be called again."""
@@ -188,16 +188,16 @@ class LLM:
     async def _chat(
         self, requests: list[ChatRequest], params: Params, use_tqdm: bool
     ) -> list[LLMOutput]:
-        texts = [await render_prompt(self._frontend, request) for request in requests]
+        texts = [await render_prompt(self._text_engine, request) for request in requests]
         # The template writes the special tokens itself.
-        ids = await self._frontend.encode_batch(texts, add_special_tokens=False)
+        ids = await self._text_engine.encode_batch(texts, add_special_tokens=False)
         return await self._run(list(zip(texts, ids, strict=True)), params, use_tqdm)
 
     async def _generate(
         self, prompts: list[str | list[int]], params: Params, use_tqdm: bool
     ) -> list[LLMOutput]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        ids = iter(await self._frontend.encode_batch(texts))
+        ids = iter(await self._text_engine.encode_batch(texts))
         encoded: list[Encoded] = [
             (prompt, next(ids)) if isinstance(prompt, str) else (None, prompt) for prompt in prompts
         ]
@@ -218,17 +218,17 @@ class LLM:
         ]
         # Checks every request; none runs yet.
         deltas = [
-            self._frontend.generate(output.prompt_token_ids, p)
+            self._text_engine.generate(output.prompt_token_ids, p)
             for output, p in zip(outputs, each, strict=True)
         ]
 
         async def answer(i: int) -> LLMOutput:
-            return await collect(deltas[i], outputs[i], self._frontend.tokenizer)
+            return await collect(deltas[i], outputs[i], self._text_engine.tokenizer)
 
-        limit = 2 * self._frontend.engine.ready.max_num_seqs
+        limit = 2 * self._text_engine.engine.ready.max_num_seqs
         num_tokens = 0
         with tqdm(total=len(outputs), desc="Processed prompts", disable=not use_tqdm) as bar:
-            async for output in as_finished(range(len(outputs)), answer, limit=limit):
+            async for output in bounded_as_completed(range(len(outputs)), answer, limit=limit):
                 num_tokens += sum(len(o.token_ids) for o in output.outputs)
                 rate = num_tokens / max(bar.format_dict["elapsed"], 1e-3)
                 bar.set_postfix_str(f"{rate:.0f} output tokens/s", refresh=False)

@@ -95,9 +95,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         comes before ``min_tokens`` and ``bad_words_token_ids``.
       pooling: generate nothing, but return one vector for the prompt: the final hidden state of its
         last token, or the mean over all its tokens. None to generate.
-      detokenize: make text of the answer; without it there are token ids only, and no stop texts.
+      detokenize: make text of the answer; without it there are token ids only, and no stop strings.
       skip_special_tokens: leave special tokens out of the text.
-      include_stop_str_in_output: keep the stop text that ended the answer.
+      include_stop_str_in_output: keep the stop string that ended the answer.
 
     Raises:
       InvalidRequestError: a field is out of its range; ``param`` names it.

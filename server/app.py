@@ -40,10 +40,10 @@ ROUTES = [
 def create_app(
     state: ServerState, settings: ApiSettings | None = None, *, is_local: bool = False
 ) -> Starlette:
-    """The OpenAI API in front of ``state.frontend``.
+    """The OpenAI API in front of ``state.text_engine``.
 
-    The front end may come later: until ``state.frontend`` is set, /health and the API answer 503.
-    Set ``state.draining`` to refuse new requests while those under way finish. ``is_local``: only
+    The engine may come later: until ``state.text_engine`` is set, /health and the API answer 503.
+    Set ``state.draining`` to refuse new requests while those in flight finish. ``is_local``: only
     this machine can reach it, so the names under which it may be asked are limited.
     """
     settings = settings or ApiSettings()

@@ -22,7 +22,7 @@ BAR_WIDTH = 24
 
 @dataclass(frozen=True)
 class _Running:
-    """A phase under way: the last that was heard of it, and when it began."""
+    """A phase in flight: the last that was heard of it, and when it began."""
 
     event: Progress
     since_s: float
@@ -31,7 +31,7 @@ class _Running:
 class Console:
     """Prints the course of a start.
 
-    On a terminal the phase under way is a bar that is drawn over; elsewhere it is a line when it
+    On a terminal the phase in flight is a bar that is drawn over; elsewhere it is a line when it
     begins, one when it ends and one now and then in between. Finished phases stay on both. Engines
     start side by side, each in a phase of its own; the bar is of the first that is in one.
 

@@ -194,7 +194,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.parser.feed_data(b"\r\n".join([first, *headers, b"", b""]))
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers what cannot be parsed, and closes the connection once nothing is under way."""
+        """Answers what cannot be parsed, and closes the connection once nothing is in flight."""
         self._is_deaf = True
         self._stop_head_timer()
         cycle = self.cycle

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxserve.front.metrics import REQUEST_HISTOGRAMS, Histogram, RequestMetrics
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -72,14 +72,14 @@ FRONT_COUNTERS: Mapping[str, FrontMetric] = {
 }
 
 
-def render(frontend: Frontend, *, prefix: str) -> str:
+def render(text_engine: TextEngine, *, prefix: str) -> str:
     """The page for a scraper. Every name starts with ``prefix`` and a colon.
 
     Requests are counted in the front process, which does not know their engines: with several
     engines these numbers have the label ``engine="all"``.
     """
-    stats, metrics = frontend.engine.stats, frontend.metrics
-    model = f'model_name="{_escape(frontend.model_name)}"'
+    stats, metrics = text_engine.engine.stats, text_engine.metrics
+    model = f'model_name="{_escape(text_engine.model_name)}"'
     engines = {index: f'{model},engine="{index}"' for index in stats}
     front = next(iter(engines.values())) if len(engines) == 1 else f'{model},engine="all"'
 
@@ -95,7 +95,7 @@ def render(frontend: Frontend, *, prefix: str) -> str:
         for reason in FINISH_REASONS:
             labels = f'{front},finished_reason="{reason}"'
             yield f"{prefix}:request_success_total{{{labels}}} {metrics.finished[reason]}"
-        yield from _cache_config(frontend, prefix, list(engines.values()))
+        yield from _cache_config(text_engine, prefix, list(engines.values()))
         name = "iteration_tokens_total"
         yield from _header(prefix, name, "histogram", "Tokens in a step.")
         for index, histogram in metrics.step_tokens.items():
@@ -124,8 +124,8 @@ def _front_histograms(metrics: RequestMetrics) -> dict[str, tuple[str, Histogram
     return found
 
 
-def _cache_config(frontend: Frontend, prefix: str, engines: list[str]) -> Iterator[str]:
-    ready = frontend.engine.ready
+def _cache_config(text_engine: TextEngine, prefix: str, engines: list[str]) -> Iterator[str]:
+    ready = text_engine.engine.ready
     sizes = f'block_size="{ready.block_size}",num_gpu_blocks="{ready.num_blocks}"'
     yield from _header(prefix, "cache_config_info", "gauge", "Sizes of the KV cache, as labels.")
     for labels in engines:

@@ -20,7 +20,7 @@ from jaxserve.client.protocol import Engine
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.front.served_model import ServedModel
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from server.app import create_app
 from server.console import Console
 from server.http import HttpProtocol, HttpServer
@@ -86,14 +86,14 @@ async def serve(
     client: EngineClient | None = None
     try:
         with console.talking():
-            frontend, client = await _unless_stopped(
+            text_engine, client = await _unless_stopped(
                 stop, _start(config, api, settings, console, state)
             )
-        state.frontend = frontend
-        _announce(console, frontend, listener, api)
+        state.text_engine = text_engine
+        _announce(console, text_engine, listener, api)
         with _throughput_lines(client, settings.log_stats_interval):
             await asyncio.wait({stop, serving}, return_when=asyncio.FIRST_COMPLETED)
-        console.say(f"Stopping; requests under way: {frontend.num_in_flight}")
+        console.say(f"Stopping; requests in flight: {text_engine.num_in_flight}")
         state.draining = True
         await _drain(client, settings.shutdown_timeout, hurry)
     finally:
@@ -110,7 +110,7 @@ async def _start(
     settings: ServerSettings,
     console: Console,
     state: ServerState,
-) -> tuple[Frontend, EngineClient]:
+) -> tuple[TextEngine, EngineClient]:
     """Starts the engines, and reads the tokenizer while they load."""
 
     def on_progress(event: Any) -> None:
@@ -128,24 +128,24 @@ async def _start(
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
-    frontend = make_frontend(client, model, api, settings, chat_template=template)
-    client.on_outputs = frontend.metrics.step_done
+    text_engine = make_text_engine(client, model, api, settings, chat_template=template)
+    client.on_outputs = text_engine.metrics.step_done
     # What has been made so far stays; the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    return frontend, client
+    return text_engine, client
 
 
-def make_frontend(
+def make_text_engine(
     engine: Engine,
     model: ServedModel,
     api: ApiSettings,
     settings: ServerSettings,
     *,
     chat_template: str | None,
-) -> Frontend:
+) -> TextEngine:
     """The front of ``engine`` as the settings want it. Raises ConfigError."""
-    return Frontend(
+    return TextEngine(
         engine,
         model.tokenizer,
         model_names=api.served_model_name or (model.name,),
@@ -224,11 +224,11 @@ def http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
 
 
 def _announce(
-    console: Console, frontend: Frontend, listener: socket.socket, api: ApiSettings
+    console: Console, text_engine: TextEngine, listener: socket.socket, api: ApiSettings
 ) -> None:
     host, port = listener.getsockname()[:2]
-    sampling, source = frontend.defaults.describe()
-    console.decisions([*frontend.engine.ready.decisions, ("sampling", sampling, source)])
+    sampling, source = text_engine.defaults.describe()
+    console.decisions([*text_engine.engine.ready.decisions, ("sampling", sampling, source)])
     if not is_local(listener) and not api.api_key:
         console.say("  WARNING: everybody who can reach this machine can use it; see --api-key")
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)
@@ -236,9 +236,9 @@ def _announce(
         reachable = f"[{host}]" if ":" in host else host
     console.ready(
         url=f"http://{reachable}:{port}/v1",
-        model=frontend.model_name,
-        context=frontend.max_model_len,
-        is_chat=frontend.chat_template is not None,
+        model=text_engine.model_name,
+        context=text_engine.max_model_len,
+        is_chat=text_engine.chat_template is not None,
         needs_key=bool(api.api_key),
     )
 

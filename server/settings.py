@@ -34,7 +34,7 @@ class ApiSettings:
         (), "keys of which a client must send one as a bearer token; unset: none is needed"
     )
     max_queue: int = setting(
-        1024, "answers under way, running or waiting, beyond which requests are refused with 429"
+        1024, "answers in flight, running or waiting, beyond which requests are refused with 429"
     )
     max_body_mib: int = setting(8, "largest request body in MiB")
     body_timeout: float = setting(60.0, "seconds in which the body of a request must have come")
@@ -95,7 +95,7 @@ class ServerSettings:
     )
     log_stats_interval: float = setting(10.0, "seconds between throughput lines; 0: none")
     shutdown_timeout: float = setting(
-        5.0, "seconds that requests under way get to finish when the server is told to stop"
+        5.0, "seconds that requests in flight get to finish when the server is told to stop"
     )
     keep_alive_timeout: int = setting(75, "seconds after which an idle connection is closed")
     engine_factory: str = setting(

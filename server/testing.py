@@ -13,11 +13,11 @@ from jaxserve.client.in_process import InProcessEngine
 from jaxserve.config import EngineConfig
 from jaxserve.engine.process import load_factory
 from jaxserve.front.served_model import ServedModel
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import Progress
 from server.__main__ import make_parser, read_config
 from server.app import create_app
-from server.run import http_server, is_local, listen, make_frontend, read_template
+from server.run import http_server, is_local, listen, make_text_engine, read_template
 from server.settings import ApiSettings, ServerSettings
 from server.state import ServerState
 
@@ -32,7 +32,7 @@ class ServerThread:
 
     Attributes:
       url: where it is, without a path.
-      frontend: what serves the requests, in a thread of its own; see `call`.
+      text_engine: what serves the requests, in a thread of its own; see `call`.
 
     Raises:
       JaxserveError: it cannot start.
@@ -56,7 +56,7 @@ class ServerThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:
-        """Ends it. Requests under way are aborted."""
+        """Ends it. Requests in flight are aborted."""
         self.call(self._stop())
         self._end_loop()
 
@@ -66,13 +66,13 @@ class ServerThread:
         build = load_factory(self._settings.engine_factory)
         self._engine = await InProcessEngine.start(functools.partial(build, config, 0, _ignore))
         try:
-            self.frontend: Frontend = make_frontend(
+            self.text_engine: TextEngine = make_text_engine(
                 self._engine, model, self._api, self._settings, chat_template=template
             )
         except BaseException:
             await self._engine.close()
             raise
-        state = ServerState(self.frontend)
+        state = ServerState(self.text_engine)
         state.config = config
         listener = listen(self._settings.host, self._settings.port)
         self.url = f"http://{self._settings.host}:{listener.getsockname()[1]}"
@@ -81,7 +81,7 @@ class ServerThread:
         self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
 
     async def _stop(self) -> None:
-        self.frontend.abort(None)
+        self.text_engine.abort(None)
         self._http.should_exit = True
         await self._serving
         await self._engine.close()

@@ -24,7 +24,7 @@ from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionMeta, KVCache
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, FakeRunner
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.tiny import random_tensors, tiny_config
 from server.state import ServerState
 
@@ -131,7 +131,7 @@ def test_policy(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> N
 @of("An endpoint")
 async def test_endpoint(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.app, "ROUTES", [*server.app.ROUTES, *example.routes])
-    app = server.app.create_app(ServerState(scripted_frontend("hello")))
+    app = server.app.create_app(ServerState(scripted_text_engine("hello")))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         reply = await client.post("/count", json={"text": "hello world"})

@@ -145,7 +145,7 @@ def test_chat_with_several_conversations(llm: LLM) -> None:
 
 
 def test_a_request_that_cannot_be_served_stops_the_call_before_any_runs(llm: LLM) -> None:
-    before = llm._frontend.engine.stats[0].total_generation_tokens
+    before = llm._text_engine.engine.stats[0].total_generation_tokens
     for prompts, params in [
         (["fine", []], GREEDY),
         ([[1], [10**6]], GREEDY),
@@ -155,7 +155,7 @@ def test_a_request_that_cannot_be_served_stops_the_call_before_any_runs(llm: LLM
     ]:
         with pytest.raises(InvalidRequestError):
             generate(llm, prompts, params)
-    assert llm._frontend.engine.stats[0].total_generation_tokens == before
+    assert llm._text_engine.engine.stats[0].total_generation_tokens == before
     assert generate(llm, [[1, 2]])[0].outputs[0].token_ids == expected(llm, [1, 2])
 
 
@@ -193,10 +193,10 @@ def build_slow(config, engine, on_progress):
 def test_an_interrupt_ends_a_call_and_not_the_engine(front_checkpoint: Path, monkeypatch) -> None:
     monkeypatch.setattr("jaxserve.llm.load_factory", lambda name: build_slow)
     with make(front_checkpoint) as llm:
-        stats = llm._frontend.engine.stats
+        stats = llm._text_engine.engine.stats
 
         def interrupt() -> None:
-            while not llm._frontend.engine.stats[0].num_running:
+            while not llm._text_engine.engine.stats[0].num_running:
                 time.sleep(0.001)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
@@ -208,7 +208,7 @@ def test_an_interrupt_ends_a_call_and_not_the_engine(front_checkpoint: Path, mon
             generate(llm, [[1]] * 4, endless)
         assert generate(llm, [[1, 2, 3]])[0].outputs[0].token_ids == expected(llm, [1, 2, 3])
         # Only what is asked for now is on board.
-        assert llm._frontend.engine.stats[0].num_running <= 1
+        assert llm._text_engine.engine.stats[0].num_running <= 1
 
 
 def test_a_closed_llm_says_so(front_checkpoint: Path) -> None:

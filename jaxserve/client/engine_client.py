@@ -36,7 +36,7 @@ FACTORY = "jaxserve.engine.factory:build"
 """What builds an engine in its process: ``module:function``."""
 
 SHUTDOWN_TIMEOUT_S = 5.0
-"""How long an engine may take to leave when told so: a step under way has to end first."""
+"""How long an engine may take to leave when told so: a step in flight has to end first."""
 
 LAST_WORDS_TIMEOUT_S = 2.0
 """How long to wait for the reason after an engine has failed."""
@@ -152,7 +152,7 @@ class EngineClient:
     async def close(self) -> None:
         """Ends the engines and removes the sockets. Requests on board fail with EngineDeadError.
 
-        May be called again, also while another call is under way; goes on if that is cancelled.
+        May be called again, also while another call is in flight; goes on if that is cancelled.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -195,7 +195,7 @@ class EngineClient:
             raise EngineDeadError(str(self._replicas[0].error))
         if any(request_id in replica.in_flight for replica in alive.values()):
             raise InvalidRequestError(
-                f"the request id {request_id!r} is in use by a request under way",
+                f"the request id {request_id!r} is in use by a request in flight",
                 param="request_id",
             )
         return alive[self._balancer.pick({i: replica.load for i, replica in alive.items()})]

@@ -102,7 +102,7 @@ class InProcessEngine:
                 stream.push(RequestOutput(request_id, [], FinishReason.ABORT))
 
     async def close(self) -> None:
-        """Ends the engine after the step under way. Requests on board fail with EngineDeadError."""
+        """Ends the engine after the step in flight. Requests on board fail with EngineDeadError."""
         self._fail(EngineDeadError("the engine has been closed"))
         self._inbox.put(Shutdown())
         await asyncio.to_thread(self._thread.join)
@@ -128,7 +128,7 @@ class InProcessEngine:
         assert isinstance(event, StepOutputs)
         self._stats = event.stats
         for output in event.outputs:
-            # None: aborted while the step was under way.
+            # None: aborted while the step was in flight.
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 if output.finish_reason is not None:

@@ -29,7 +29,7 @@ class Engine(Protocol):
         generator before that (``aclose``, best by `contextlib.aclosing`) aborts the request.
 
         Args:
-          request: its id is unlike that of any request under way, or that was aborted a moment ago:
+          request: its id is unlike that of any request in flight, or that was aborted a moment ago:
             what was still on its way to that one would be taken for this one's.
 
         Raises:

@@ -134,7 +134,7 @@ class StepResult:
 
 
 class StepHandle(Protocol):
-    """A step under way.
+    """A step in flight.
 
     The forward pass runs. If the plan `is_constrained`, sampling waits for `sample`: what may be
     sampled depends on tokens that the step before it samples, so that masks are filled when those

@@ -27,7 +27,7 @@ class Request:
 
         | prompt ............ | output ........... | unknown |
         0              num_prompt_tokens    len(token_ids)   num_tokens
-        | computed, or being computed by a step under way | to do |
+        | computed, or being computed by a step in flight | to do |
         0                                 num_computed_tokens
 
     There is no prefill and no decode phase: ``num_computed_tokens`` catches up with
@@ -39,7 +39,7 @@ class Request:
         output of an engine that died.
       max_num_tokens: the request ends by length when it has this many tokens, prompt included.
       token_ids: every token that the host knows, prompt first.
-      num_unknown_tokens: tokens after those that steps under way are sampling.
+      num_unknown_tokens: tokens after those that steps in flight are sampling.
       row: its row in the per-request device arrays while it runs.
       block_ids: its block table: blocks of the KV cache in the order of their positions.
       scheduled_s: when it first ran.

@@ -24,7 +24,7 @@ class Scheduler:
 
     `schedule` may be called again before the result of the step before is known. It then plans for
     tokens that only the device knows, and a request may turn out to have ended with a step of its
-    own still under way: that step's token is dropped when it arrives. Its row and blocks can be
+    own still in flight: that step's token is dropped when it arrives. Its row and blocks can be
     given out at once all the same, since the device runs steps in order.
 
     Args:
@@ -245,7 +245,7 @@ class Scheduler:
         while self._waiting and self._free_rows and draft.budget > 0:
             request = self._waiting[0]
             if request.num_unknown_tokens > 0:
-                # Preempted with a token under way, which must be known to be computed again.
+                # Preempted with a token in flight, which must be known to be computed again.
                 return
             # All of its blocks at once: were it let in with less, the requests that run could
             # take what its prompt still needs and throw it out half-way.
@@ -283,5 +283,5 @@ class Scheduler:
 
 
 def _will_end(request: Request) -> bool:
-    """Whether a token under way is known to be the last one."""
+    """Whether a token in flight is known to be the last one."""
     return request.num_tokens >= request.max_num_tokens

@@ -34,7 +34,7 @@ class StepDraft:
     ) -> None:
         """Takes the next ``num_tokens`` tokens of a request into the step."""
         assert request.row is not None
-        assert request.num_unknown_tokens <= 1, "at most two steps may be under way"
+        assert request.num_unknown_tokens <= 1, "at most two steps may be in flight"
         start = request.num_computed_tokens
         end = start + num_tokens
         samples = end == request.num_tokens

@@ -22,7 +22,7 @@ IDLE_WAIT_S = 0.005
 
 
 class EngineCore:
-    """Keeps up to ``depth`` steps of a scheduler under way on a runner.
+    """Keeps up to ``depth`` steps of a scheduler in flight on a runner.
 
     With depth 1 a step's tokens are taken in before the next step is planned. With depth 2 the
     next step is already on the device when they are, so the device does not wait for the host.
@@ -31,7 +31,7 @@ class EngineCore:
 
     Args:
       scheduler, runner: what to run, and on what.
-      depth: steps that may be under way, 1 or 2.
+      depth: steps that may be in flight, 1 or 2.
       compile_grammar: makes the constraints of requests with a grammar; None: grammars are not
         obeyed.
     """
@@ -80,7 +80,7 @@ class EngineCore:
     def step(self, now: float) -> list[RequestOutput]:
         """Starts the next step if there is one, then waits for the oldest one if it must.
 
-        It must when ``depth`` steps are under way or nothing more can be started. Otherwise it
+        It must when ``depth`` steps are in flight or nothing more can be started. Otherwise it
         returns at once, so that the caller can add what has arrived before it steps again.
 
         Args:
@@ -103,7 +103,7 @@ class EngineCore:
         if len(self._under_way) == 2:
             outputs = self._finish_oldest()
         if plan is not None and plan.is_constrained:
-            # All tokens before this step's are known now, and its forward pass is under way.
+            # All tokens before this step's are known now, and its forward pass is in flight.
             self._under_way[-1][1].sample()
         if self._under_way and (plan is None or self._depth == 1):
             outputs = self._finish_oldest()

@@ -11,13 +11,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-async def as_finished(
+async def bounded_as_completed(
     items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, R]], *, limit: int
 ) -> AsyncGenerator[R, None]:
-    """Yields the results of ``work`` as they come, with up to ``limit`` items under way.
+    """Yields the results of ``work`` as they come, with up to ``limit`` items in flight.
 
     An item is taken when there is a place for it, so ``items`` may be without end. The first error
-    is raised. That, and closing the generator, cancels what is under way and waits until it ended.
+    is raised. That, and closing the generator, cancels what is in flight and waits until it ended.
     """
     rest = iter(items)
     running: set[asyncio.Task[R]] = set()

@@ -19,7 +19,7 @@ from jaxserve.ipc.messages import FinishReason, RequestOutput, Submit, TokenLogp
 from jaxserve.parsing.events import Event
 from jaxserve.parsing.message_parser import MessageParser
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.detokenizer import Detokenizer, NoText
+from jaxserve.text.detokenizer import Detokenizer, NullDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
       token_ids: the new tokens, also those that show no text.
       logprobs: one entry a token if the request asked for them.
       finish_reason: "stop", "length" or "abort" on the last delta of an answer, else None.
-      stop_reason: the stop text or stop id that ended the answer.
+      stop_reason: the stop string or stop id that ended the answer.
       num_cached_tokens: tokens of the prompt that were in the prefix cache.
       prompt_logprobs: on the first delta of an answer, if the request asked for them: an entry for
         each token of the prompt, None for the first.
@@ -61,7 +61,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 class Answer:
     """One answer to generate. ``params.n`` is 1 and ``params.max_tokens`` is set.
 
-    With a ``parser`` its text becomes events, and stop texts are looked for in content alone.
+    With a ``parser`` its text becomes events, and stop strings are looked for in content alone.
     """
 
     index: int
@@ -78,7 +78,7 @@ class Answer:
 async def stream_answer(
     answer: Answer, engine: Engine, tokenizer: Tokenizer, metrics: RequestMetrics
 ) -> AsyncGenerator[Delta, None]:
-    """Runs an answer. A stop text, an error and closing the generator abort it in the engine.
+    """Runs an answer. A stop string, an error and closing the generator abort it in the engine.
 
     Raises:
       EngineDeadError, RequestFailedError: there will be no more of this answer.
@@ -120,10 +120,12 @@ async def stream_answer(
         metrics.request_ended(record, ended, time.monotonic())
 
 
-def _detokenizer(answer: Answer, tokenizer: Tokenizer) -> Detokenizer | ParsedText | NoText:
+def _detokenizer(
+    answer: Answer, tokenizer: Tokenizer
+) -> Detokenizer | ParsedText | NullDetokenizer:
     params = answer.params
     if not params.detokenize:
-        return NoText()
+        return NullDetokenizer()
     options: dict[str, Any] = {
         "skip_special_tokens": params.skip_special_tokens,
         "stop": params.stop,
@@ -136,7 +138,7 @@ def _detokenizer(answer: Answer, tokenizer: Tokenizer) -> Detokenizer | ParsedTe
 
 
 def _to_delta(
-    answer: Answer, output: RequestOutput, detokenizer: Detokenizer | ParsedText | NoText
+    answer: Answer, output: RequestOutput, detokenizer: Detokenizer | ParsedText | NullDetokenizer
 ) -> Delta:
     token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
     if reason == FinishReason.ERROR:

@@ -1,4 +1,4 @@
-"""Token ids to the events of a parser, with stop texts that are looked for in content alone."""
+"""Token ids to the events of a parser, with stop strings that are looked for in content alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ParsedText:
     """The events of one answer as its tokens arrive, as `Detokenizer` makes text of them.
 
     Events joined do not depend on how the tokens are divided into pushes. Reasoning and calls are
-    not searched for stop texts. Text that a parser holds back, because it may be a call, is
+    not searched for stop strings. Text that a parser holds back, because it may be a call, is
     searched when it has turned out to be content.
 
     Args:
@@ -71,7 +71,7 @@ class ParsedText:
         return _step(out, None, len(token_ids), num_reasoning)
 
     def _take(self, events: Iterable[Event], out: list[Event]) -> str | None:
-        """Passes events on, up to a stop text, which it returns."""
+        """Passes events on, up to a stop string, which it returns."""
         for event in events:
             if not isinstance(event, ContentDelta):
                 self._flush(out)
@@ -89,7 +89,7 @@ class ParsedText:
         return None
 
     def _flush(self, out: list[Event]) -> None:
-        """What could have begun a stop text has not: no stop text goes on across other events."""
+        """Releases held text: a stop string cannot span a non-content event."""
         if self._matcher is not None and self._matcher.held:
             _append(out, ContentDelta(self._matcher.held))
             self._matcher = StopMatcher(self._stop)

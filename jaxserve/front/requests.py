@@ -55,7 +55,7 @@ class AnswerBuilder:
         length_param: str,
         parsers: Sequence[MessageParser],
     ) -> list[Answer]:
-        """The answers to all prompts. Arguments and errors: see `Frontend.generate_batch`."""
+        """The answers to all prompts. Arguments and errors: see `TextEngine.generate_batch`."""
         params.check_token_ids(self._ready.vocab_size)
         params = params.within_logprobs(self._ready.max_logprobs, self._ready.vocab_size)
         if not INT64[0] <= priority <= INT64[1]:

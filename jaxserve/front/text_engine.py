@@ -16,7 +16,7 @@ from jaxserve.errors import (
     InvalidRequestError,
     UnknownModelError,
 )
-from jaxserve.front.admission import Places, TakenPlaces
+from jaxserve.front.admission import AdmissionLimit, Permit
 from jaxserve.front.generation_defaults import GenerationDefaults
 from jaxserve.front.metrics import RequestMetrics
 from jaxserve.front.outputs import Answer, Delta, merge, stream_answer
@@ -36,7 +36,7 @@ INLINE_CHARS = 400
 """Texts up to this long are encoded at once: a hop to a thread costs more than the work."""
 
 
-class Frontend:
+class TextEngine:
     """Checks requests, runs them on an engine and turns tokens into text.
 
     Args:
@@ -45,7 +45,7 @@ class Frontend:
       model_names: the names under which the model is served. Replies carry the one that was asked
         for, or the first one.
       defaults: what counts where a request leaves something unset.
-      max_in_flight: answers under way at the same time, each of ``n`` and of a batch counting; more
+      max_in_flight: answers in flight at the same time, each of ``n`` and of a batch counting; more
         are turned away with QueueFullError. A request for more than this is never served.
       chat_template: jinja source, instead of the tokenizer's own.
       template_variables: for the template, where a request does not set them.
@@ -75,7 +75,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self.model_names = tuple(model_names)
         self.defaults = defaults or GenerationDefaults()
-        self.places = Places(max_in_flight)
+        self.admission = AdmissionLimit(max_in_flight)
         self.chat_template = chat_template or tokenizer.chat_template
         self.template_variables = dict(template_variables or {})
         self.tool_call_parser, self.reasoning_parser = _parsers(
@@ -92,7 +92,7 @@ class Frontend:
     @property
     def num_in_flight(self) -> int:
         """Answers accepted and not at their end."""
-        return self.places.num_taken
+        return self.admission.num_taken
 
     @property
     def model_name(self) -> str:
@@ -180,13 +180,13 @@ class Frontend:
 
         Raises:
           ContextLengthError, InvalidRequestError: the request cannot be served.
-          QueueFullError: too many answers are under way.
+          QueueFullError: too many answers are in flight.
         """
         num_answers = len(prompts) * params.n
-        if num_answers > self.places.limit:
+        if num_answers > self.admission.limit:
             raise InvalidRequestError(
                 f"{len(prompts)} prompts with n={params.n} ask for {num_answers} answers; this "
-                f"server takes at most {self.places.limit} at a time",
+                f"server takes at most {self.admission.limit} at a time",
                 param=param,
             )
         answers = self._builder.build(
@@ -200,7 +200,7 @@ class Frontend:
             length_param=length_param,
             parsers=parsers,
         )
-        return self._run(answers, request_id, self.places.take(num_answers))
+        return self._run(answers, request_id, self.admission.take(num_answers))
 
     def abort(self, request_id: str | None) -> int:
         """Ends the answers to requests of this id, or with None all. Returns how many there were.
@@ -216,7 +216,7 @@ class Frontend:
         return len(ids)
 
     async def _run(
-        self, answers: list[Answer], owner: str, places: TakenPlaces
+        self, answers: list[Answer], owner: str, places: Permit
     ) -> AsyncGenerator[Delta, None]:
         self._running |= {answer.request_id: owner for answer in answers}
         streams = [stream_answer(a, self.engine, self.tokenizer, self.metrics) for a in answers]
@@ -225,7 +225,7 @@ class Frontend:
                 async for delta in deltas:
                     yield delta
         finally:
-            places.give_back()
+            places.release()
             for answer in answers:
                 del self._running[answer.request_id]
             longest = max(answer.record.num_generated for answer in answers)

@@ -16,7 +16,7 @@ from jaxserve.sampling_params import SamplingParams
 class FinishReason(enum.IntEnum):
     """Why a request ended. The names in lower case are those of the API."""
 
-    STOP = 0  # an end token, a stop id or a stop text
+    STOP = 0  # an end token, a stop id or a stop string
     LENGTH = 1  # max_tokens or the end of the context
     ABORT = 2  # the client went away, or asked
     ERROR = 3  # the engine could not go on with this request

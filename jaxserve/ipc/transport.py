@@ -6,7 +6,7 @@
      binds, one for all engines
 
 The engine's side blocks, one thread per socket; the front's side belongs to an asyncio loop. No
-queue has a limit: what is under way is bounded by the requests that the front lets in.
+queue has a limit: what is in flight is bounded by the requests that the front lets in.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.progress_lines import ProgressLines
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.front.served_model import ServedModel
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.offline.batch_file import ResultFile
 from jaxserve.offline.batch_run import run_batch
 from jaxserve.openai.prompts import render_prompt
@@ -73,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-in-flight",
         type=_positive,
         metavar="N",
-        help="requests under way at a time (default: two for each place in a step)",
+        help="requests in flight at a time (default: two for each place in a step)",
     )
     prompts = parser.add_argument_group("A few prompts.")
     prompts.add_argument(
@@ -102,9 +102,9 @@ async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
         if args.input is not None:
             await _answer_file(args, config, factory)
         else:
-            async with _open(config, factory) as frontend:
+            async with _open(config, factory) as text_engine:
                 for prompt in args.prompt:
-                    await _print_answer(frontend, prompt, args)
+                    await _print_answer(text_engine, prompt, args)
     except asyncio.CancelledError:
         print("interrupted", file=sys.stderr)
         if args.output is not None:
@@ -114,14 +114,14 @@ async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
 
 
 @asynccontextmanager
-async def _open(config: EngineConfig, factory: str) -> AsyncGenerator[Frontend, None]:
+async def _open(config: EngineConfig, factory: str) -> AsyncGenerator[TextEngine, None]:
     """A model that is loaded and can answer."""
     served = ServedModel.open(config.model)
     client = await EngineClient.start(config, factory=factory, on_progress=ProgressLines())
     try:
         for what, value, why in client.ready.decisions:
             print(f"{what}: {value} ({why})", file=sys.stderr)
-        yield Frontend(
+        yield TextEngine(
             client,
             served.tokenizer,
             model_names=[served.name, config.model.model],
@@ -140,29 +140,29 @@ async def _answer_file(args: argparse.Namespace, config: EngineConfig, factory: 
     else:
         results = ResultFile.create(args.output, overwrite=args.overwrite)
     try:
-        async with _open(config, factory) as frontend:
-            places = frontend.engine.ready.max_num_seqs * config.parallel.data_parallel_size
+        async with _open(config, factory) as text_engine:
+            places = text_engine.engine.ready.max_num_seqs * config.parallel.data_parallel_size
             limit = args.max_in_flight or 2 * places
-            await run_batch(frontend, args.input, results, limit=limit)
+            await run_batch(text_engine, args.input, results, limit=limit)
     finally:
         results.close()
 
 
-async def _print_answer(frontend: Frontend, prompt: str, args: argparse.Namespace) -> None:
+async def _print_answer(text_engine: TextEngine, prompt: str, args: argparse.Namespace) -> None:
     """Prints an answer piece by piece, as it comes."""
     if len(args.prompt) > 1:
         print(f"> {prompt}")
-    if args.raw or frontend.chat_template is None:
-        ids = await frontend.encode(prompt)
+    if args.raw or text_engine.chat_template is None:
+        ids = await text_engine.encode(prompt)
     else:
         messages = [{"role": "user", "content": prompt}]
-        text = await render_prompt(frontend, ChatRequest(messages=messages))
+        text = await render_prompt(text_engine, ChatRequest(messages=messages))
         # The template writes the special tokens itself.
-        ids = await frontend.encode(text, add_special_tokens=False)
+        ids = await text_engine.encode(text, add_special_tokens=False)
     given = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed")}
     sampling = {name: value for name, value in given.items() if value is not None}
-    params = SamplingParams(**{**frontend.defaults.sampling, **sampling})
-    answer = frontend.generate_batch([ids], params, default_max_tokens=PROMPT_MAX_TOKENS)
+    params = SamplingParams(**{**text_engine.defaults.sampling, **sampling})
+    answer = text_engine.generate_batch([ids], params, default_max_tokens=PROMPT_MAX_TOKENS)
     async with aclosing(answer) as deltas:
         async for delta in deltas:
             print(delta.text, end="", flush=True)

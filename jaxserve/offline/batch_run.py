@@ -15,8 +15,8 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
-from jaxserve.front.concurrency import as_finished
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.concurrency import bounded_as_completed
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.offline.batch_file import (
     OK,
     BadLine,
@@ -84,7 +84,7 @@ class Totals:
 
 
 async def run_batch(
-    frontend: Frontend, requests: Path, results: ResultFile, *, limit: int
+    text_engine: TextEngine, requests: Path, results: ResultFile, *, limit: int
 ) -> Totals:
     """Answers every request that has no answer yet, up to ``limit`` of them at a time.
 
@@ -105,7 +105,7 @@ async def run_batch(
                 yield request
 
     async def work(request: BatchRequest | BadLine) -> None:
-        result = await answer(frontend, request)
+        result = await answer(text_engine, request)
         # Here, and not where results are gathered: from here on nothing can be lost.
         results.write(result)
         totals.add(result)
@@ -118,7 +118,7 @@ async def run_batch(
     with tqdm(total=num_requests, unit="request", disable=not with_bar) as bar:
         reporter = asyncio.create_task(_report(totals, num_requests, silent=with_bar))
         try:
-            async with aclosing(as_finished(rest(), work, limit=limit)) as finished:
+            async with aclosing(bounded_as_completed(rest(), work, limit=limit)) as finished:
                 async for _ in finished:
                     pass
         finally:
@@ -128,7 +128,7 @@ async def run_batch(
     return totals
 
 
-async def answer(frontend: Frontend, request: BatchRequest | BadLine) -> BatchResult:
+async def answer(text_engine: TextEngine, request: BatchRequest | BadLine) -> BatchResult:
     """The result of one line.
 
     Raises:
@@ -148,7 +148,7 @@ async def answer(frontend: Frontend, request: BatchRequest | BadLine) -> BatchRe
         body = decode(bytes(request.body), endpoint.request_type)
         if isinstance(body, GenerationRequest) and body.stream:
             raise InvalidRequestError("stream cannot be true in a batch", param="stream")
-        reply = await endpoint.complete(await endpoint.prepare(frontend, body))
+        reply = await endpoint.complete(await endpoint.prepare(text_engine, body))
     except EngineDeadError:
         raise
     except JaxserveError as error:

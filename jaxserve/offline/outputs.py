@@ -36,7 +36,7 @@ class CompletionOutput:
       token_ids: with the token that ended it.
       logprobs: for each token, the sampled and the most likely ones by id; None if not asked for.
       finish_reason: "stop", "length" or "abort".
-      stop_reason: the stop text or stop id that ended it.
+      stop_reason: the stop string or stop id that ended it.
     """
 
     index: int

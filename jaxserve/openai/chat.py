@@ -8,7 +8,7 @@ from contextlib import aclosing
 import msgspec
 
 from jaxserve.front.outputs import Delta
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.constraints import constrained
 from jaxserve.openai.frames import framed
 from jaxserve.openai.job import Job, new_id
@@ -30,37 +30,37 @@ from jaxserve.openai.tools import ToolUse, call_id_maker, make_parser, read_tool
 from jaxserve.parsing.message_parser import MessageParser
 
 
-async def prepare(frontend: Frontend, request: ChatRequest, *, request_id: str = "") -> Job:
+async def prepare(text_engine: TextEngine, request: ChatRequest, *, request_id: str = "") -> Job:
     """Checks a request, renders its messages and encodes them.
 
     Raises:
       InvalidRequestError, UnknownModelError, QueueFullError: it will not be served.
     """
-    frontend.check_model(request.model)
+    text_engine.check_model(request.model)
     check_fields(request)
-    params = chat_params(request, frontend.defaults, frontend.engine.ready)
-    use = read_tools(request, frontend)
-    params = await constrained(frontend, request, params, use)
-    thinks_aloud = frontend.reasoning_parser is not None and frontend.hides_think_tags
+    params = chat_params(request, text_engine.defaults, text_engine.engine.ready)
+    use = read_tools(request, text_engine)
+    params = await constrained(text_engine, request, params, use)
+    thinks_aloud = text_engine.reasoning_parser is not None and text_engine.hides_think_tags
     if use.definitions or thinks_aloud:  # the marks of some formats are special tokens
         params = msgspec.structs.replace(params, skip_special_tokens=False)
-    text = await render_prompt(frontend, _with_effort(request), tools=use.definitions)
-    params = framed(frontend, params, use, text)
+    text = await render_prompt(text_engine, _with_effort(request), tools=use.definitions)
+    params = framed(text_engine, params, use, text)
     # The template writes the special tokens itself.
     prompts = await encode_prompts(
-        frontend,
+        text_engine,
         [text],
         request,
         add_special_tokens=bool(request.add_special_tokens),
         param="messages",
     )
     form = MessageForm(
-        _parsers(frontend, params.n, use, text) if params.detokenize else (),
-        call_id_maker(frontend),
+        _parsers(text_engine, params.n, use, text) if params.detokenize else (),
+        call_id_maker(text_engine),
         parallel=use.parallel,
         with_reasoning=request.include_reasoning is not False,
     )
-    deltas = frontend.generate_batch(
+    deltas = text_engine.generate_batch(
         prompts,
         params,
         request_id=request_id,
@@ -71,7 +71,7 @@ async def prepare(frontend: Frontend, request: ChatRequest, *, request_id: str =
         parsers=form.parsers,
     )
     return Job.start(
-        frontend,
+        text_engine,
         request,
         params,
         job_id=new_id("chatcmpl", request_id),
@@ -90,8 +90,10 @@ def _with_effort(request: ChatRequest) -> ChatRequest:
     return msgspec.structs.replace(request, chat_template_kwargs=extra)
 
 
-def _parsers(frontend: Frontend, n: int, use: ToolUse, prompt: str) -> tuple[MessageParser, ...]:
-    parsers = (make_parser(frontend, use, prompt) for _ in range(n))
+def _parsers(
+    text_engine: TextEngine, n: int, use: ToolUse, prompt: str
+) -> tuple[MessageParser, ...]:
+    parsers = (make_parser(text_engine, use, prompt) for _ in range(n))
     return tuple(parser for parser in parsers if parser is not None)
 
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import msgspec
 
 from jaxserve.front.outputs import Delta
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.constraints import constrained
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import CompletionScores, extend, prompt_logprobs
@@ -19,22 +19,24 @@ from jaxserve.openai.protocol import Completion, CompletionChoice, CompletionReq
 DEFAULT_MAX_TOKENS = 16
 
 
-async def prepare(frontend: Frontend, request: CompletionRequest, *, request_id: str = "") -> Job:
+async def prepare(
+    text_engine: TextEngine, request: CompletionRequest, *, request_id: str = ""
+) -> Job:
     """Checks a request and encodes its prompts.
 
     Raises:
       InvalidRequestError, UnknownModelError, QueueFullError: it will not be served.
     """
-    frontend.check_model(request.model)
+    text_engine.check_model(request.model)
     check_fields(request)
-    params = completion_params(request, frontend.defaults, frontend.engine.ready)
-    params = await constrained(frontend, request, params)
+    params = completion_params(request, text_engine.defaults, text_engine.engine.ready)
+    params = await constrained(text_engine, request, params)
     given = completion_prompts(request.prompt)
     adds_special = request.add_special_tokens is not False
     prompts = await encode_prompts(
-        frontend, given, request, add_special_tokens=adds_special, param="prompt"
+        text_engine, given, request, add_special_tokens=adds_special, param="prompt"
     )
-    deltas = frontend.generate_batch(
+    deltas = text_engine.generate_batch(
         prompts,
         params,
         request_id=request_id,
@@ -49,9 +51,9 @@ async def prepare(frontend: Frontend, request: CompletionRequest, *, request_id:
     if request.echo:
         is_cut = request.truncate_prompt_tokens is not None
         shown: list[Prompt] = list(prompts) if is_cut else given
-        echo = tuple(_echo(frontend, prompt) for prompt in shown)
+        echo = tuple(_echo(text_engine, prompt) for prompt in shown)
     return Job.start(
-        frontend,
+        text_engine,
         request,
         params,
         job_id=new_id("cmpl", request_id),
@@ -61,10 +63,10 @@ async def prepare(frontend: Frontend, request: CompletionRequest, *, request_id:
     )
 
 
-def _echo(frontend: Frontend, prompt: Prompt) -> str:
+def _echo(text_engine: TextEngine, prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
-    return frontend.tokenizer.decode(prompt, skip_special_tokens=False)
+    return text_engine.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
 async def _without_answer(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:

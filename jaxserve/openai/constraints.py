@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.decoding import json_type
 from jaxserve.openai.protocol import GenerationRequest
 from jaxserve.openai.tools import ToolUse
@@ -27,7 +27,7 @@ _OPTIONS = frozenset(
 
 
 async def constrained(
-    frontend: Frontend,
+    text_engine: TextEngine,
     request: GenerationRequest,
     params: SamplingParams,
     use: ToolUse | None = None,
@@ -39,7 +39,7 @@ async def constrained(
     """
     if request.bad_words:
         params = msgspec.structs.replace(
-            params, bad_words_token_ids=await _bad_words(frontend, request.bad_words)
+            params, bad_words_token_ids=await _bad_words(text_engine, request.bad_words)
         )
     found = read_grammars(request)
     if len(found) > 1:
@@ -58,16 +58,16 @@ async def constrained(
             )
         found = {"tools": tools_grammar(use)}
     elif use is not None and use.choice == "auto" and found:
-        await _check(frontend, tools_grammar(use), "tools")
+        await _check(text_engine, tools_grammar(use), "tools")
     for field, grammar in found.items():
         params = msgspec.structs.replace(params, grammar=grammar)
-        await _check(frontend, grammar, field)
+        await _check(text_engine, grammar, field)
     return params
 
 
-async def _check(frontend: Frontend, grammar: Grammar, field: str) -> None:
+async def _check(text_engine: TextEngine, grammar: Grammar, field: str) -> None:
     try:
-        await frontend.grammars.check(grammar)
+        await text_engine.grammars.check(grammar)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{field}: {error.message}", param=field) from error
 
@@ -187,7 +187,7 @@ _READERS = {
 }
 
 
-async def _bad_words(frontend: Frontend, words: list[str]) -> tuple[tuple[int, ...], ...]:
+async def _bad_words(text_engine: TextEngine, words: list[str]) -> tuple[tuple[int, ...], ...]:
     """The tokens of words at the beginning of a text, and of words after a space."""
     if len(words) > MAX_BAD_WORDS:
         raise InvalidRequestError(
@@ -202,7 +202,7 @@ async def _bad_words(frontend: Frontend, words: list[str]) -> tuple[tuple[int, .
     if not all(word.strip() for word in words):
         raise InvalidRequestError("bad_words must not be empty", param="bad_words")
     forms = [form for word in words for form in (word, " " + word.lstrip())]
-    ids = await frontend.encode_batch(
+    ids = await text_engine.encode_batch(
         forms, add_special_tokens=False, param="bad_words", any_length=True
     )
     return tuple(dict.fromkeys(tuple(word) for word in ids))

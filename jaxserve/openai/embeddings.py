@@ -14,7 +14,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError, RequestFailedError
 from jaxserve.front.outputs import Delta
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.params import check_prompt_fields
 from jaxserve.openai.prompts import completion_prompts, encode_cut
 from jaxserve.sampling_params import SamplingParams
@@ -78,30 +78,30 @@ class EmbeddingJob:
 
 
 async def prepare(
-    frontend: Frontend, request: EmbeddingRequest, *, request_id: str = ""
+    text_engine: TextEngine, request: EmbeddingRequest, *, request_id: str = ""
 ) -> EmbeddingJob:
     """Checks a request and encodes its prompts.
 
     Raises:
       InvalidRequestError, UnknownModelError, QueueFullError: it will not be served.
     """
-    frontend.check_model(request.model)
+    text_engine.check_model(request.model)
     check_prompt_fields(request.cache_salt, request.truncate_prompt_tokens)
-    width = frontend.engine.ready.hidden_size
+    width = text_engine.engine.ready.hidden_size
     if request.dimensions is not None and request.dimensions != width:
         raise InvalidRequestError(
             f"dimensions must be {width}, which is what the model has, got {request.dimensions}",
             param="dimensions",
         )
     prompts = await encode_cut(
-        frontend,
+        text_engine,
         completion_prompts(request.input, param="input"),
         request.truncate_prompt_tokens,
         room=0,
         add_special_tokens=request.add_special_tokens is not False,
         param="input",
     )
-    deltas = frontend.generate_batch(
+    deltas = text_engine.generate_batch(
         prompts,
         SamplingParams(temperature=0, max_tokens=1, pooling=request.pooling or "last"),
         request_id=request_id,
@@ -111,7 +111,7 @@ async def prepare(
         length_param="input",
     )
     return EmbeddingJob(
-        model=request.model or frontend.model_name,
+        model=request.model or text_engine.model_name,
         deltas=deltas,
         num_prompts=len(prompts),
         num_prompt_tokens=sum(map(len, prompts)),

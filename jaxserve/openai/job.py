@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from jaxserve.front.outputs import Delta
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.logprobs import TokenName, token_names
 from jaxserve.openai.messages import PLAIN, MessageForm
 from jaxserve.openai.protocol import (
@@ -94,7 +94,7 @@ class Job:
     @classmethod
     def start(
         cls,
-        frontend: Frontend,
+        text_engine: TextEngine,
         request: GenerationRequest,
         params: SamplingParams,
         *,
@@ -114,16 +114,16 @@ class Job:
         return cls(
             id=job_id,
             created=int(time.time()),
-            model=request.model or frontend.model_name,
-            fingerprint=frontend.fingerprint,
-            tokenizer=frontend.tokenizer,
+            model=request.model or text_engine.model_name,
+            fingerprint=text_engine.fingerprint,
+            tokenizer=text_engine.tokenizer,
             deltas=deltas,
             prompts=prompts,
             num_answers=len(prompts) * params.n,
             usage=UsageCount(sum(map(len, prompts)), params.n),
             num_logprobs=params.logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
-            token_name=token_names(frontend.tokenizer, as_ids=as_ids),
+            token_name=token_names(text_engine.tokenizer, as_ids=as_ids),
             with_token_ids=bool(request.return_token_ids),
             include_usage=include_usage,
             continuous_usage=include_usage and bool(options and options.continuous_usage_stats),

@@ -14,7 +14,7 @@ from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationR
 from jaxserve.sampling_params import SamplingParams, logprobs_within
 
 MAX_STOP_CHARS = 1000
-"""Longest stop text; each may be searched for at every token."""
+"""Longest stop string; each may be searched for at every token."""
 
 MAX_SALT_CHARS = 1000
 
@@ -175,6 +175,7 @@ def _stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
     longest = max(map(len, texts), default=0)
     if longest > MAX_STOP_CHARS:
         raise InvalidRequestError(
-            f"stop texts must have at most {MAX_STOP_CHARS} characters, got {longest}", param="stop"
+            f"stop strings must have at most {MAX_STOP_CHARS} characters, got {longest}",
+            param="stop",
         )
     return texts

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.text_engine import INLINE_CHARS, Frontend
+from jaxserve.front.text_engine import INLINE_CHARS, TextEngine
 from jaxserve.openai.decoding import json_type, wrong_type
 from jaxserve.openai.params import asked_tokens
 from jaxserve.openai.protocol import GenerationRequest
@@ -77,7 +77,7 @@ def _convert(value: list, form: Any, param: str) -> Any:
 
 
 async def encode_prompts(
-    frontend: Frontend,
+    text_engine: TextEngine,
     prompts: list[Prompt],
     request: GenerationRequest,
     *,
@@ -89,7 +89,7 @@ async def encode_prompts(
     What is cut off is the beginning. Errors name ``param``.
     """
     return await encode_cut(
-        frontend,
+        text_engine,
         prompts,
         request.truncate_prompt_tokens,
         room=asked_tokens(request) or 1,
@@ -99,7 +99,7 @@ async def encode_prompts(
 
 
 async def encode_cut(
-    frontend: Frontend,
+    text_engine: TextEngine,
     prompts: list[Prompt],
     keep: int | None,
     *,
@@ -113,7 +113,7 @@ async def encode_cut(
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if texts:
-        ids = await frontend.encode_batch(
+        ids = await text_engine.encode_batch(
             texts,
             add_special_tokens=add_special_tokens,
             param=param,
@@ -121,14 +121,14 @@ async def encode_cut(
         )
     if keep is None:
         return ids
-    if keep > frontend.max_model_len:
+    if keep > text_engine.max_model_len:
         raise InvalidRequestError(
             f"truncate_prompt_tokens must be at most the context length of "
-            f"{frontend.max_model_len} tokens, got {keep}",
+            f"{text_engine.max_model_len} tokens, got {keep}",
             param="truncate_prompt_tokens",
         )
     if keep == -1:
-        keep = max(frontend.max_model_len - room, 1)
+        keep = max(text_engine.max_model_len - room, 1)
     return [prompt[-keep:] for prompt in ids]
 
 
@@ -142,20 +142,20 @@ def check_variables(variables: Mapping[str, Any]) -> None:
 
 
 async def render_prompt(
-    frontend: Frontend, request: ChatPrompt, *, tools: Sequence[Mapping[str, Any]] = ()
+    text_engine: TextEngine, request: ChatPrompt, *, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """The text that the messages of a chat become; ``tools`` are what the template is to show.
 
     Raises:
       InvalidRequestError: the messages are not ones, or the template refuses them.
     """
-    if frontend.chat_template is None:
+    if text_engine.chat_template is None:
         raise InvalidRequestError(
             "this model has no chat template: use /v1/completions, or start the server with "
             "--chat-template FILE"
         )
-    messages = _messages(request.messages, frontend.chat_template)
-    extra = {**frontend.template_variables, **(request.chat_template_kwargs or {})}
+    messages = _messages(request.messages, text_engine.chat_template)
+    extra = {**text_engine.template_variables, **(request.chat_template_kwargs or {})}
     check_variables(extra)
     continues = bool(request.continue_final_message)
     adds_prompt = request.add_generation_prompt
@@ -171,13 +171,13 @@ async def render_prompt(
         )
 
     def render() -> str:
-        assert frontend.chat_template is not None
+        assert text_engine.chat_template is not None
         return render_chat(
-            frontend.chat_template,
+            text_engine.chat_template,
             _open_end(messages) if continues else messages,
             add_generation_prompt=not continues and adds_prompt is not False,
             tools=tools or None,
-            special_tokens=frontend.tokenizer.special_tokens,
+            special_tokens=text_engine.tokenizer.special_tokens,
             **extra,
         )
 

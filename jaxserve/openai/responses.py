@@ -12,7 +12,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.outputs import Delta
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai import chat
 from jaxserve.openai.errors import error_reply
 from jaxserve.openai.job import Job
@@ -43,7 +43,7 @@ class ResponseJob:
 
 
 async def prepare(
-    frontend: Frontend, request: ResponsesRequest, *, request_id: str = ""
+    text_engine: TextEngine, request: ResponsesRequest, *, request_id: str = ""
 ) -> ResponseJob:
     """Checks a request, renders its input and encodes it.
 
@@ -52,8 +52,8 @@ async def prepare(
     """
     chat_request = to_chat(request)
     try:
-        params = chat_params(chat_request, frontend.defaults, frontend.engine.ready)
-        job = await chat.prepare(frontend, chat_request, request_id=request_id)
+        params = chat_params(chat_request, text_engine.defaults, text_engine.engine.ready)
+        job = await chat.prepare(text_engine, chat_request, request_id=request_id)
     except InvalidRequestError as error:
         raise in_own_words(error, request) from error
     response = Response(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.decoding import wrong_type
 from jaxserve.openai.protocol import ChatRequest
 from jaxserve.parsing.enforced import json_array_calls, named_call
@@ -65,7 +65,7 @@ class ToolUse:
         return self.choice in ("required", "named")
 
 
-def read_tools(request: ChatRequest, frontend: Frontend) -> ToolUse:
+def read_tools(request: ChatRequest, text_engine: TextEngine) -> ToolUse:
     """What a request says of tools.
 
     Raises:
@@ -75,7 +75,7 @@ def read_tools(request: ChatRequest, frontend: Frontend) -> ToolUse:
     choice, name = _choice(request.tool_choice, parameters)
     if choice == "none":
         return ToolUse()
-    if frontend.tool_call_parser is None:
+    if text_engine.tool_call_parser is None:
         raise InvalidRequestError(
             "the chat template of this model has no known form for tool calls; start the server "
             "with --tool-call-parser NAME (and --chat-template FILE), or send tool_choice 'none'",
@@ -87,25 +87,25 @@ def read_tools(request: ChatRequest, frontend: Frontend) -> ToolUse:
     )
 
 
-def make_parser(frontend: Frontend, use: ToolUse, prompt: str) -> MessageParser | None:
+def make_parser(text_engine: TextEngine, use: ToolUse, prompt: str) -> MessageParser | None:
     """The parser of one answer to a rendered prompt; None if all of the answer is content."""
     reasoning = calls = None
-    if frontend.reasoning_parser is not None:
-        reasoning = reasoning_parser(frontend.reasoning_parser, prompt=prompt[-PROMPT_TAIL:])
+    if text_engine.reasoning_parser is not None:
+        reasoning = reasoning_parser(text_engine.reasoning_parser, prompt=prompt[-PROMPT_TAIL:])
     if use.is_enforced:
         read = json_array_calls if use.name is None else named_call(use.name)
         calls = Parser(read, tools=use.parameters, calls_only=True)
     elif use.choice == "auto":
-        assert frontend.tool_call_parser is not None
-        calls = tool_parser(frontend.tool_call_parser, use.parameters)
+        assert text_engine.tool_call_parser is not None
+        calls = tool_parser(text_engine.tool_call_parser, use.parameters)
     if reasoning is None and calls is None:
         return None
     return MessageParser(reasoning, calls)
 
 
-def call_id_maker(frontend: Frontend) -> Callable[[], str]:
+def call_id_maker(text_engine: TextEngine) -> Callable[[], str]:
     """Makes the ids of calls, in the form that the model's template takes them back in."""
-    return _mistral_id if frontend.tool_call_parser == "mistral" else _call_id
+    return _mistral_id if text_engine.tool_call_parser == "mistral" else _call_id
 
 
 def _call_id() -> str:

@@ -17,7 +17,7 @@ from jaxserve.sampling.logprobs import to_message
 
 
 class StepInFlight:
-    """A step under way.
+    """A step in flight.
 
     Args:
       plan: of the step.

@@ -65,7 +65,7 @@ class Pooler:
 
 
 class PooledVectors:
-    """Pooled hidden states under way."""
+    """Pooled hidden states in flight."""
 
     def __init__(self, chunks: list[jax.Array], count: int) -> None:
         self._chunks = chunks

@@ -107,7 +107,7 @@ class PromptScorer:
 
 
 class PromptScores:
-    """Prompt log probabilities under way."""
+    """Prompt log probabilities in flight."""
 
     def __init__(self, plan: StepPlan, chunks: list[Logprobs], targets: np.ndarray) -> None:
         self._plan = plan

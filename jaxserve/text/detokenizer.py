@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, with stop texts."""
+"""Token ids to text, piece by piece, with stop strings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class DetokenizerStep(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
       text_delta: text that is now certain; can be empty.
-      stop_hit: the stop text that ended the answer, or None.
+      stop_hit: the stop string that ended the answer, or None.
       num_tokens_used: how many of the tokens just pushed belong to the answer: all of them, or with
-        a stop text those up to and including the one that completed it.
+        a stop string those up to and including the one that completed it.
     """
 
     text_delta: str
@@ -25,7 +25,7 @@ class DetokenizerStep(msgspec.Struct, frozen=True, gc=False):
     num_tokens_used: int
 
 
-class NoText:
+class NullDetokenizer:
     """Stands for a `Detokenizer` where no text is wanted."""
 
     def push(self, token_ids: Sequence[int], *, finished: bool) -> DetokenizerStep:
@@ -36,15 +36,15 @@ class NoText:
 class Detokenizer:
     """The text of one answer as its tokens arrive.
 
-    The joined deltas do not depend on how the tokens are divided into pushes. Without a stop text
+    The joined deltas do not depend on how the tokens are divided into pushes. Without a stop string
     they are what decoding the bytes of all tokens at once gives, where bytes that are no character
     become U+FFFD; the bytes of an unfinished character are held back. No leading space is taken
     off, since the text goes on after a prompt.
 
-    A stop text is looked for after each token, in the characters that are completed by tokens after
-    the first ``min_tokens``. The one that begins earliest wins, then the one named first. The
+    Stop strings are looked for after each token, in the characters completed by tokens after the
+    first ``min_tokens``. The one that begins earliest wins, then the one named first. The
     text ends before it, or after it with ``include_stop``. Text is held back only while it could
-    begin a stop text.
+    begin a stop string.
 
     The token that ended the answer for another reason, an end token or a stop id, should be pushed
     only if its text is wanted.
@@ -53,7 +53,7 @@ class Detokenizer:
       tokenizer: gives the bytes of the tokens.
       skip_special_tokens: leave special tokens out of the text.
       stop: texts that end the answer, none of them empty.
-      include_stop: keep the stop text.
+      include_stop: keep the stop string.
       min_tokens: number of tokens, over all pushes, whose text is not searched.
     """
 
@@ -76,7 +76,7 @@ class Detokenizer:
     def push(self, token_ids: Sequence[int], *, finished: bool) -> DetokenizerStep:
         """Adds tokens. ``finished`` says that they are the last, so that nothing is held back.
 
-        After a stop text or ``finished`` nothing may be pushed.
+        After a stop string or ``finished`` nothing may be pushed.
         """
         assert not self._done, "pushed after the end"
         if self._matcher is not None:
@@ -131,12 +131,12 @@ class Detokenizer:
 class StopMatcher:
     """Finds the first of several texts in a stream of text.
 
-    For each stop text it keeps how many of its characters the text so far ends with (the method of
+    For each stop string it keeps how many of its characters the text so far ends with (the way of
     Knuth, Morris and Pratt), so the time that a character takes does not depend on their length.
-    While no stop text has begun, and the new text has no first character of one, nothing is done.
+    While no stop string has begun, and the new text has no first character of one, nothing is done.
 
     Attributes:
-      held: the end of the text, which could begin a stop text.
+      held: the end of the text, which could begin a stop string.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -145,11 +145,11 @@ class StopMatcher:
         self._firsts = frozenset(stop[0] for stop in stops)
         self._matched = [0] * len(stops)
         # For each n, how much is still matched when the character after n matched ones is wrong.
-        # Grown as far as the text has matched: a stop text can be long, and most are never begun.
+        # Grown as far as the text has matched: a stop string can be long, and most are never begun.
         self._fallbacks = [[0, 0] for _ in stops]
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Adds text. Returns what comes before a stop text, and the stop text if there is one."""
+        """Adds text. Returns the text before a stop string, and that string if found."""
         if not self.held and self._firsts.isdisjoint(text):
             return text, None
         whole = self.held + text
@@ -164,7 +164,7 @@ class StopMatcher:
         return whole[:certain], None
 
     def _ends(self, text: str) -> list[tuple[int, int]]:
-        """Which stop texts are completed in new text: (index, end in held + text)."""
+        """Which stop strings are completed in new text: (index, end in held + text)."""
         ends = []
         num_held = len(self.held)
         for i, stop in enumerate(self._stops):

@@ -12,9 +12,9 @@ from server.sse import reply_stream, reply_whole
 
 async def create(request: Request) -> Response:
     """Answers the last message of a chat."""
-    frontend = request.app.state.server.serving()
+    text_engine = request.app.state.server.serving()
     body = await read_json(request, ChatRequest)
-    job = await chat.prepare(frontend, body, request_id=request_id(request, body.request_id))
+    job = await chat.prepare(text_engine, body, request_id=request_id(request, body.request_id))
     if body.stream:
         return await reply_stream(request, chat.stream(job))
     return await reply_whole(request, chat.complete(job))

@@ -12,9 +12,11 @@ from server.sse import reply_stream, reply_whole
 
 async def create(request: Request) -> Response:
     """Continues a prompt."""
-    frontend = request.app.state.server.serving()
+    text_engine = request.app.state.server.serving()
     body = await read_json(request, CompletionRequest)
-    job = await completions.prepare(frontend, body, request_id=request_id(request, body.request_id))
+    job = await completions.prepare(
+        text_engine, body, request_id=request_id(request, body.request_id)
+    )
     if body.stream:
         return await reply_stream(request, completions.stream(job))
     return await reply_whole(request, completions.complete(job))

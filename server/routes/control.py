@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from jaxserve import __version__
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from server.body import read_json
 from server.state import ServerState
 
@@ -29,24 +29,24 @@ class AbortRequest(msgspec.Struct, frozen=True):
 async def server_info(request: Request) -> JSONResponse:
     """What is served and how: the settings, and what was decided from them."""
     state: ServerState = request.app.state.server
-    frontend = state.serving()
-    return JSONResponse({"version": __version__, **_facts(state, frontend)})
+    text_engine = state.serving()
+    return JSONResponse({"version": __version__, **_facts(state, text_engine)})
 
 
-def _facts(state: ServerState, frontend: Frontend) -> dict[str, Any]:
-    ready = frontend.engine.ready
+def _facts(state: ServerState, text_engine: TextEngine) -> dict[str, Any]:
+    ready = text_engine.engine.ready
     return {
-        "models": list(frontend.model_names),
-        "max_model_len": frontend.max_model_len,
-        "vocab_size": frontend.vocab_size,
-        "has_chat_template": frontend.chat_template is not None,
-        "tool_call_parser": frontend.tool_call_parser,
-        "reasoning_parser": frontend.reasoning_parser,
-        "sampling_defaults": asdict(frontend.defaults),
-        "max_queue": frontend.places.limit,
-        "server_load": frontend.num_in_flight,
+        "models": list(text_engine.model_names),
+        "max_model_len": text_engine.max_model_len,
+        "vocab_size": text_engine.vocab_size,
+        "has_chat_template": text_engine.chat_template is not None,
+        "tool_call_parser": text_engine.tool_call_parser,
+        "reasoning_parser": text_engine.reasoning_parser,
+        "sampling_defaults": asdict(text_engine.defaults),
+        "max_queue": text_engine.admission.limit,
+        "server_load": text_engine.num_in_flight,
         "engines": {
-            str(i): msgspec.structs.asdict(s) for i, s in sorted(frontend.engine.stats.items())
+            str(i): msgspec.structs.asdict(s) for i, s in sorted(text_engine.engine.stats.items())
         },
         "block_size": ready.block_size,
         "num_blocks": ready.num_blocks,
@@ -58,12 +58,12 @@ def _facts(state: ServerState, frontend: Frontend) -> dict[str, Any]:
 
 
 async def abort(request: Request) -> JSONResponse:
-    """Ends requests under way; what they have generated so far is their answer."""
-    frontend = request.app.state.server.serving()
+    """Ends requests in flight; what they have generated so far is their answer."""
+    text_engine = request.app.state.server.serving()
     body = await read_json(request, AbortRequest)
     if (body.request_id is None) == (not body.abort_all):
         raise InvalidRequestError("send either request_id or abort_all", param="request_id")
-    return JSONResponse({"aborted": frontend.abort(_bare(body.request_id))})
+    return JSONResponse({"aborted": text_engine.abort(_bare(body.request_id))})
 
 
 def _bare(request_id: str | None) -> str | None:

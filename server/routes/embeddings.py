@@ -12,10 +12,10 @@ from server.sse import reply_whole
 
 async def create(request: Request) -> Response:
     """The vectors of prompts."""
-    frontend = request.app.state.server.serving()
+    text_engine = request.app.state.server.serving()
     body = await read_json(request, EmbeddingRequest)
     name = request_id(request, body.request_id)
-    job = await embeddings.prepare(frontend, body, request_id=name)
+    job = await embeddings.prepare(text_engine, body, request_id=name)
     return await reply_whole(request, embeddings.complete(job))
 
 

@@ -24,7 +24,7 @@ async def version(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """Answers under way."""
+    """Answers in flight."""
     return JSONResponse({"server_load": request.app.state.server.load()})
 
 

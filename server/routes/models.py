@@ -28,15 +28,15 @@ async def show_model(request: Request) -> JSONResponse:
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
-    frontend = state.serving()
+    text_engine = state.serving()
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "jaxserve",
-        "root": frontend.model_name,
+        "root": text_engine.model_name,
         "parent": None,
-        "max_model_len": frontend.max_model_len,
+        "max_model_len": text_engine.max_model_len,
         "permission": [],
     }
 

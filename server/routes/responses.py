@@ -13,9 +13,11 @@ from server.sse import NAMED, reply_stream, reply_whole
 
 async def create(request: Request) -> Response:
     """Answers an input."""
-    frontend = request.app.state.server.serving()
+    text_engine = request.app.state.server.serving()
     body = await read_json(request, ResponsesRequest)
-    job = await responses.prepare(frontend, body, request_id=request_id(request, body.request_id))
+    job = await responses.prepare(
+        text_engine, body, request_id=request_id(request, body.request_id)
+    )
     if body.stream:
         return await reply_stream(request, responses.stream(job), framing=NAMED)
     return await reply_whole(request, responses.complete(job))

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.prompts import render_prompt
 from jaxserve.openai.protocol import DetokenizeRequest, TokenizeRequest
 from jaxserve.sampling_params import check_ids
@@ -17,21 +17,21 @@ from server.body import read_json
 
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or of a chat."""
-    frontend: Frontend = request.app.state.server.serving()
+    text_engine: TextEngine = request.app.state.server.serving()
     body = await read_json(request, TokenizeRequest)
-    frontend.check_model(body.model)
+    text_engine.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
     if body.prompt is not None:
         text, adds_special = body.prompt, body.add_special_tokens is not False
     else:
-        text = await render_prompt(frontend, body, tools=body.tools or ())
+        text = await render_prompt(text_engine, body, tools=body.tools or ())
         adds_special = bool(body.add_special_tokens)
-    tokenizer = frontend.tokenizer
+    tokenizer = text_engine.tokenizer
 
     def work() -> bytes:
         ids = tokenizer.encode(text, add_special_tokens=adds_special)
-        reply = {"count": len(ids), "max_model_len": frontend.max_model_len, "tokens": ids}
+        reply = {"count": len(ids), "max_model_len": text_engine.max_model_len, "tokens": ids}
         with_texts = bool(body.return_token_strs)
         reply["token_strs"] = [tokenizer.token_text(i) for i in ids] if with_texts else None
         return msgspec.json.encode(reply)
@@ -41,13 +41,13 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
-    frontend: Frontend = request.app.state.server.serving()
+    text_engine: TextEngine = request.app.state.server.serving()
     body = await read_json(request, DetokenizeRequest)
-    frontend.check_model(body.model)
-    check_ids(body.tokens, frontend.tokenizer.vocab_size, param="tokens")
+    text_engine.check_model(body.model)
+    check_ids(body.tokens, text_engine.tokenizer.vocab_size, param="tokens")
 
     def work() -> bytes:
-        text = frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        text = text_engine.tokenizer.decode(body.tokens, skip_special_tokens=False)
         return msgspec.json.encode({"prompt": text})
 
     return Response(await asyncio.to_thread(work), media_type="application/json")

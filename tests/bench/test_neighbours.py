@@ -54,7 +54,7 @@ def test_every_kind_is_compared_with_the_runs_before_and_after(
 
 
 def test_only_the_common_time_counts_and_only_the_neighbours() -> None:
-    # All three are under way from 5 to 10; the one beside is slow and does not count.
+    # All three are in flight from 5 to 10; the one beside is slow and does not count.
     others = [timing(0.0, 0.5, 21), timing(5.0, 0.25, 101)]
     beside = timing(2.0, 4.0, 10)
     assert seconds_between_tokens(others, beside=beside) == pytest.approx(1 / 3)

@@ -50,20 +50,20 @@ class Server(ApiClient):
     def __init__(self, thread: ServerThread) -> None:
         super().__init__(thread.url)
         self.thread = thread
-        self.frontend = thread.frontend
-        self.tokenizer = thread.frontend.tokenizer
+        self.text_engine = thread.text_engine
+        self.tokenizer = thread.text_engine.tokenizer
 
     def is_idle(self) -> bool:
         """Whether no request is on board."""
-        stats = self.frontend.engine.stats.values()
+        stats = self.text_engine.engine.stats.values()
         return not (
-            self.frontend.num_in_flight or any(s.num_running + s.num_waiting for s in stats)
+            self.text_engine.num_in_flight or any(s.num_running + s.num_waiting for s in stats)
         )
 
     def one_token_at_a_time(self) -> "Server":
         """Has the front get every token by itself. Tokens that it is too slow for are merged."""
-        if not isinstance(self.frontend.engine, OneByOne):
-            self.frontend.engine = OneByOne(self.frontend.engine)
+        if not isinstance(self.text_engine.engine, OneByOne):
+            self.text_engine.engine = OneByOne(self.text_engine.engine)
         return self
 
 

@@ -17,7 +17,7 @@ BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 HELD = ["xy", "a", b"\xf0", b"\x9f", b"\x94", b"\xa5", "x", "y!", "ok", EOS]
 HELD_TEXT = "xya\U0001f525xy!ok"
 HOLDING = {"stop": ["xyz"], "max_tokens": 20}
-"""Text is held back for the stop text, which is begun three times and never comes."""
+"""Text is held back for the stop string, which is begun three times and never comes."""
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +247,8 @@ def failing(server, monkeypatch, request):
 
     def fail(*, after: int) -> None:
         prompt = server.tokenizer.encode("<long>")
-        engine = FailingEngine(server.frontend.engine, prompt, after=after, how=request.param)
-        monkeypatch.setattr(server.frontend, "engine", engine)
+        engine = FailingEngine(server.text_engine.engine, prompt, after=after, how=request.param)
+        monkeypatch.setattr(server.text_engine, "engine", engine)
 
     return fail
 

@@ -182,7 +182,7 @@ def test_js_034_the_prompt_is_not_searched(server, echo) -> None:
     )
     text = "0,1,2,3,"
     assert inside["choices"][0]["text"] == ("Q: a STOP b<numbers>" + text if echo else text)
-    # The prompt ends with what the stop text begins with.
+    # The prompt ends with what the stop string begins with.
     border = server.complete("x ST<border>", stop=["<border>OP", "STOP"], echo=echo, max_tokens=4)
     assert border["choices"][0]["text"] == ("x ST<border>OPQR" if echo else "OPQR")
     for reply in (inside, border):
@@ -258,7 +258,7 @@ def test_js_040_stop_texts_wait_for_min_tokens(server, path) -> None:
     assert ask(server, path, "<stops>", stop=["STOP"])["text"] == "a"
     got = ask(server, path, "<stops>", stop=["STOP"], min_tokens=3)
     assert (got["text"], got["finish"], got["stop_reason"]) == ("aSTOPb", "stop", "STOP")
-    # What comes before is not searched, not even for the beginning of a stop text.
+    # What comes before is not searched, not even for the beginning of a stop string.
     got = ask(server, path, "<stops>", stop=["bST"], min_tokens=3)
     assert (got["text"], got["stop_reason"]) == ("aSTOPbSTOPc", None)
 

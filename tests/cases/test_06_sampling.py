@@ -79,8 +79,8 @@ class Together:
 
 def together(server, bodies: list[dict[str, Any]]) -> list[list[int]]:
     """The answers to requests that run in the same steps, in this order of rows."""
-    engine = server.frontend.engine
-    gate = server.frontend.engine = Together(engine, len(bodies))
+    engine = server.text_engine.engine
+    gate = server.text_engine.engine = Together(engine, len(bodies))
     try:
         with ThreadPoolExecutor(len(bodies)) as pool:
             replies = []
@@ -89,7 +89,7 @@ def together(server, bodies: list[dict[str, Any]]) -> list[list[int]]:
                 server.until(lambda: gate.num_here == len(replies))
         return [reply.result()["choices"][0]["token_ids"] for reply in replies]
     finally:
-        server.frontend.engine = engine
+        server.text_engine.engine = engine
 
 
 @pytest.mark.parametrize("temperature", ["1e-3", "1e-4", "1e-5", "1e-6", "1e-12", "5e-324"])

@@ -74,7 +74,7 @@ def test_js_106_leaving_ends_every_answer(server, path, num_prompts, stream) -> 
                 with contextlib.suppress(httpx.ReadTimeout):
                     client.post(path, json=request, timeout=0.05)
         server.until_idle(within_s=10)
-        assert server.frontend.num_in_flight == 0
+        assert server.text_engine.num_in_flight == 0
     server.good_request()
 
 

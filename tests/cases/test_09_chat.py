@@ -36,7 +36,7 @@ def template(server, monkeypatch):
     """Sets the chat template of the server."""
 
     def set_template(source: str) -> None:
-        monkeypatch.setattr(server.frontend, "chat_template", source)
+        monkeypatch.setattr(server.text_engine, "chat_template", source)
 
     return set_template
 

@@ -319,7 +319,7 @@ async def test_js_179_a_full_queue_says_so(serve, rand, monkeypatch) -> None:
     """50 at once for 4 places: 46 hear at once that there are none, and 4 are served."""
     server = serve(rand, max_queue=4)
     may_start = threading.Event()
-    monkeypatch.setattr(server.frontend, "engine", Held(server.frontend.engine, may_start))
+    monkeypatch.setattr(server.text_engine, "engine", Held(server.text_engine.engine, may_start))
     body = {"prompt": [1, 2], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     accepted, refused = [], []
     async with server.async_http() as client:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.front.text_engine import Frontend
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.front.text_engine import TextEngine
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import create_app
 from server.run import http_server, listen
 from server.settings import ApiSettings, ServerSettings
@@ -20,11 +20,11 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> <th
 class Server:
     """Serves a front end from its construction until `close`; ``url`` is without a path."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self.frontend = frontend
+    def __init__(self, text_engine: TextEngine) -> None:
+        self.text_engine = text_engine
         listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app = create_app(ServerState(frontend), ApiSettings())
+        app = create_app(ServerState(text_engine), ApiSettings())
         self._http = http_server(app, ServerSettings())
         work = self._http.serve(sockets=[listener])
         self._thread = threading.Thread(target=asyncio.run, args=(work,), daemon=True)
@@ -37,18 +37,18 @@ class Server:
 
     def last_prompt(self) -> str:
         """The text that the engine was given last."""
-        prompt = self.frontend.engine.submitted[-1].prompt_token_ids
-        return self.frontend.tokenizer.decode(prompt)
+        prompt = self.text_engine.engine.submitted[-1].prompt_token_ids
+        return self.text_engine.tokenizer.decode(prompt)
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
-    """``serve(*answers, **options)``: a server in front of `scripted_frontend`."""
+    """``serve(*answers, **options)``: a server in front of `scripted_text_engine`."""
     servers: list[Server] = []
 
     def serve(*answers: str, **options: Any) -> Server:
         options = {"chat_template": TEMPLATE, **options}
-        servers.append(Server(scripted_frontend(*answers, **options)))
+        servers.append(Server(scripted_text_engine(*answers, **options)))
         return servers[-1]
 
     yield serve

@@ -74,7 +74,7 @@ def test_a_structured_answer(serve, method) -> None:
     server = serve('{"city": "Rome"}')
     model = client(server).with_structured_output(Place, method=method)
     assert model.invoke("hi") == Place(city="Rome")
-    assert server.frontend.engine.submitted[-1].params.grammar is not None
+    assert server.text_engine.engine.submitted[-1].params.grammar is not None
 
 
 def test_a_chat_through_the_responses_api(serve) -> None:

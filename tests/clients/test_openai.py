@@ -30,7 +30,7 @@ def test_a_chat_is_parsed(serve) -> None:
     with client(server) as api:
         reply = api.chat.completions.parse(model="tiny", messages=SAID, response_format=Place)
     assert reply.choices[0].message.parsed == Place(city="Rome")
-    assert server.frontend.engine.submitted[-1].params.grammar is not None
+    assert server.text_engine.engine.submitted[-1].params.grammar is not None
 
 
 def test_the_arguments_of_a_tool_are_parsed(serve) -> None:

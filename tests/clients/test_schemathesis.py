@@ -8,7 +8,7 @@ import schemathesis
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import create_app
 from server.routes.openapi import POSTS, describe
 from server.settings import ApiSettings
@@ -30,8 +30,8 @@ NUM_EXAMPLES = {GenerationMode.POSITIVE: 10, GenerationMode.NEGATIVE: 5}
 @pytest.fixture(scope="module")
 def schema():
     """The description as an application serves it, and the application to call."""
-    frontend = scripted_frontend("hello world", chat_template=TEMPLATE)
-    app = create_app(ServerState(frontend), ApiSettings())
+    text_engine = scripted_text_engine("hello world", chat_template=TEMPLATE)
+    app = create_app(ServerState(text_engine), ApiSettings())
     return schemathesis.openapi.from_asgi("/openapi.json", app)
 
 

@@ -97,7 +97,7 @@ def test_loop_aborts_before_the_next_step():
         submit("a", 900),
         answers=[(lambda e: e.outputs, [Abort(["a"])]), (is_empty, [Shutdown()])],
     )
-    # One step was under way, and a second may have been started before the abort was seen.
+    # One step was in flight, and a second may have been started before the abort was seen.
     assert len(front.tokens("a")) <= 3
     assert front.events[-1].stats.kv_usage == 0
 

@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 
-from jaxserve.front.concurrency import as_finished
+from jaxserve.front.concurrency import bounded_as_completed
 
 
 async def test_results_come_as_they_are_ready() -> None:
@@ -13,7 +13,7 @@ async def test_results_come_as_they_are_ready() -> None:
         await events[i].wait()
         return i
 
-    results = as_finished(range(3), work, limit=3)
+    results = bounded_as_completed(range(3), work, limit=3)
     order = []
     for i in (2, 0, 1):
         events[i].set()
@@ -40,7 +40,7 @@ async def test_no_more_than_the_limit_are_under_way_and_items_are_taken_late() -
         running -= 1
         return i
 
-    results = [result async for result in as_finished(items(), work, limit=7)]
+    results = [result async for result in bounded_as_completed(items(), work, limit=7)]
     assert sorted(results) == list(range(1, 101))
     assert most == 7
 
@@ -49,7 +49,7 @@ async def test_items_may_be_without_end() -> None:
     async def work(i: int) -> int:
         return i
 
-    results = as_finished(itertools.count(), work, limit=2)
+    results = bounded_as_completed(itertools.count(), work, limit=2)
     assert sorted([await anext(results) for _ in range(50)])[0] == 0
     await results.aclose()
 
@@ -67,7 +67,7 @@ async def test_an_error_cancels_the_others_and_is_raised() -> None:
             raise
 
     with pytest.raises(ValueError, match="three"):
-        async for _ in as_finished(range(10), work, limit=4):
+        async for _ in bounded_as_completed(range(10), work, limit=4):
             pass
     assert sorted(cancelled) == [0, 1, 2]
 
@@ -85,7 +85,7 @@ async def test_closing_waits_for_what_is_cancelled() -> None:
             ended.append(i)
         return i
 
-    results = as_finished(range(3), work, limit=3)
+    results = bounded_as_completed(range(3), work, limit=3)
     assert await anext(results) == 0
     await results.aclose()
     assert sorted(ended) == [1, 2]

@@ -1,4 +1,4 @@
-"""Tokens to events: the same however they are divided, with stop texts in content alone."""
+"""Tokens to events: the same however they are divided, with stop strings in content alone."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ def make_parser() -> MessageParser:
 
 
 def read(text: str, sizes: Sequence[int] = (), **options):
-    """(reasoning, content, calls, stop text, tokens used), reading so many tokens at a time."""
+    """(reasoning, content, calls, stop string, tokens used), reading so many tokens at a time."""
     options = {"skip_special_tokens": False} | options
     parsed = ParsedText(TOKENIZER, make_parser(), **options)
     ids = TOKENIZER.encode(text)

@@ -15,10 +15,10 @@ from jaxserve.errors import (
 )
 from jaxserve.front.generation_defaults import GenerationDefaults
 from jaxserve.front.outputs import Delta
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_engine import READY
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -28,21 +28,21 @@ async def collect(deltas) -> list[Delta]:
         return [delta async for delta in deltas]
 
 
-async def answer(frontend: Frontend, params: SamplingParams = GREEDY, prompt=(1, 2, 3)):
-    deltas = await collect(frontend.generate(list(prompt), params))
+async def answer(text_engine: TextEngine, params: SamplingParams = GREEDY, prompt=(1, 2, 3)):
+    deltas = await collect(text_engine.generate(list(prompt), params))
     assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
     return "".join(d.text for d in deltas), deltas[-1]
 
 
 async def test_an_answer_ends_with_the_end_token_which_counts_but_does_not_show() -> None:
-    frontend = scripted_frontend("hello world")
-    deltas = await collect(frontend.generate([1, 2], GREEDY))
+    text_engine = scripted_text_engine("hello world")
+    deltas = await collect(text_engine.generate([1, 2], GREEDY))
     assert "".join(d.text for d in deltas) == "hello world"
     assert deltas[-1].finish_reason == "stop"
     assert deltas[-1].stop_reason is None
     assert sum(len(d.token_ids) for d in deltas) == 3
-    assert frontend.num_in_flight == 0
-    assert frontend.engine.aborted == []
+    assert text_engine.num_in_flight == 0
+    assert text_engine.engine.aborted == []
 
 
 @pytest.mark.parametrize("tokens_per_output", [1, 2, 7])
@@ -66,41 +66,41 @@ async def test_an_answer_ends_with_the_end_token_which_counts_but_does_not_show(
     ],
 )
 async def test_stop_texts_and_stop_ids(params, text, stop_reason, tokens_per_output) -> None:
-    frontend = scripted_frontend("hello in the world", tokens_per_output=tokens_per_output)
-    got, last = await answer(frontend, params)
+    text_engine = scripted_text_engine("hello in the world", tokens_per_output=tokens_per_output)
+    got, last = await answer(text_engine, params)
     assert got == text
     assert (last.finish_reason, last.stop_reason) == ("stop", stop_reason)
-    # A stop text ends the request in the engine, if that had not ended by itself.
+    # A stop string ends the request in the engine, if that had not ended by itself.
     ended_early = isinstance(stop_reason, str) and tokens_per_output == 1
-    assert len(frontend.engine.aborted) == ended_early or tokens_per_output > 1
+    assert len(text_engine.engine.aborted) == ended_early or tokens_per_output > 1
 
 
 async def test_length_and_stop_on_the_last_token_is_stop() -> None:
-    frontend = scripted_frontend("hello world")
+    text_engine = scripted_text_engine("hello world")
     two = SamplingParams(temperature=0, max_tokens=2)
-    assert (await answer(frontend, two))[1].finish_reason == "length"
+    assert (await answer(text_engine, two))[1].finish_reason == "length"
     stop = msgspec.structs.replace(two, stop=("world",))
-    text, last = await answer(frontend, stop)
+    text, last = await answer(text_engine, stop)
     assert (text, last.finish_reason, last.stop_reason) == ("hello ", "stop", "world")
 
 
 async def test_characters_of_several_tokens_stay_whole_and_tokens_are_all_counted() -> None:
-    frontend = scripted_frontend("é🔥 ok")
-    deltas = await collect(frontend.generate([1], GREEDY))
+    text_engine = scripted_text_engine("é🔥 ok")
+    deltas = await collect(text_engine.generate([1], GREEDY))
     assert "".join(d.text for d in deltas) == "é🔥 ok"
     assert all("\ufffd" not in d.text for d in deltas)
-    assert sum(len(d.token_ids) for d in deltas) == len(frontend.tokenizer.encode("é🔥 ok")) + 1
+    assert sum(len(d.token_ids) for d in deltas) == len(text_engine.tokenizer.encode("é🔥 ok")) + 1
 
 
 async def test_further_end_tokens_of_the_model_end_an_answer_unless_ignored() -> None:
     defaults = GenerationDefaults(eos_token_ids=(269, 267))
-    frontend = scripted_frontend("hello in the world", defaults=defaults)
-    text, last = await answer(frontend)
+    text_engine = scripted_text_engine("hello in the world", defaults=defaults)
+    text, last = await answer(text_engine)
     assert (text, last.finish_reason, last.stop_reason) == ("hello in", "stop", 267)
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
-    _, last = await answer(frontend, params)
+    _, last = await answer(text_engine, params)
     assert last.finish_reason == "length"
-    submit = frontend.engine.submitted[-1]
+    submit = text_engine.engine.submitted[-1]
     assert submit.eos_token_id is None
     assert submit.params.stop_token_ids == ()
 
@@ -108,71 +108,71 @@ async def test_further_end_tokens_of_the_model_end_an_answer_unless_ignored() ->
 @pytest.mark.parametrize("tokens_per_output", [1, 3])
 async def test_n_answers_come_interleaved_and_keep_their_index_and_seed(tokens_per_output) -> None:
     texts = ["hello", "world in the", "é"]
-    frontend = scripted_frontend(*texts, tokens_per_output=tokens_per_output)
+    text_engine = scripted_text_engine(*texts, tokens_per_output=tokens_per_output)
     params = SamplingParams(n=3, seed=2**63 - 2)
-    deltas = await collect(frontend.generate([1], params))
+    deltas = await collect(text_engine.generate([1], params))
     for index, text in enumerate(texts):
         own = [d for d in deltas if d.index == index]
         assert "".join(d.text for d in own) == text
         assert [d.finish_reason for d in own if d.finish_reason] == ["stop"]
-    seeds = [s.params.seed for s in frontend.engine.submitted]
+    seeds = [s.params.seed for s in text_engine.engine.submitted]
     assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
-    assert {s.params.n for s in frontend.engine.submitted} == {1}
-    assert len({s.request_id for s in frontend.engine.submitted}) == 3
+    assert {s.params.n for s in text_engine.engine.submitted} == {1}
+    assert len({s.request_id for s in text_engine.engine.submitted}) == 3
 
 
 async def test_a_batch_counts_prompts_first_then_samples() -> None:
-    frontend = scripted_frontend("he", "ll", "lo", "or")
-    deltas = await collect(frontend.generate_batch([[1], [2]], SamplingParams(n=2)))
+    text_engine = scripted_text_engine("he", "ll", "lo", "or")
+    deltas = await collect(text_engine.generate_batch([[1], [2]], SamplingParams(n=2)))
     texts = ["".join(d.text for d in deltas if d.index == i) for i in range(4)]
     assert texts == ["he", "ll", "lo", "or"]
-    assert [s.prompt_token_ids for s in frontend.engine.submitted] == [[1], [1], [2], [2]]
+    assert [s.prompt_token_ids for s in text_engine.engine.submitted] == [[1], [1], [2], [2]]
 
 
 async def test_unseeded_requests_get_different_seeds() -> None:
-    frontend = scripted_frontend("he")
+    text_engine = scripted_text_engine("he")
     for _ in range(3):
-        await collect(frontend.generate([1], SamplingParams()))
-    assert len({s.params.seed for s in frontend.engine.submitted}) == 3
+        await collect(text_engine.generate([1], SamplingParams()))
+    assert len({s.params.seed for s in text_engine.engine.submitted}) == 3
 
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_closing_the_stream_aborts_every_answer_at_once(n) -> None:
-    frontend = scripted_frontend("hello world")
+    text_engine = scripted_text_engine("hello world")
     params = SamplingParams(n=n, ignore_eos=True, max_tokens=200)
-    deltas = frontend.generate([1], params)
+    deltas = text_engine.generate([1], params)
     await anext(deltas)
-    assert frontend.num_in_flight == n
+    assert text_engine.num_in_flight == n
     await deltas.aclose()
-    assert len(frontend.engine.aborted) == n
-    assert frontend.num_in_flight == 0
-    assert frontend.metrics.finished == {"abort": n}
+    assert len(text_engine.engine.aborted) == n
+    assert text_engine.num_in_flight == 0
+    assert text_engine.metrics.finished == {"abort": n}
 
 
 async def test_a_cancelled_reader_aborts_too() -> None:
-    frontend = scripted_frontend("hello world")
-    frontend.engine.stall_after = 1
+    text_engine = scripted_text_engine("hello world")
+    text_engine.engine.stall_after = 1
     params = SamplingParams(n=2, max_tokens=100)
-    reader = asyncio.create_task(collect(frontend.generate([1], params)))
-    while len(frontend.engine.submitted) < 2:
+    reader = asyncio.create_task(collect(text_engine.generate([1], params)))
+    while len(text_engine.engine.submitted) < 2:
         await asyncio.sleep(0)
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
-    assert len(frontend.engine.aborted) == 2
-    assert frontend.num_in_flight == 0
+    assert len(text_engine.engine.aborted) == 2
+    assert text_engine.num_in_flight == 0
 
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_an_engine_that_dies_breaks_the_stream_and_later_ones_are_unharmed(n) -> None:
-    frontend = scripted_frontend("hello world")
-    frontend.engine.fail_after = 1
-    deltas = frontend.generate([1], SamplingParams(n=n))
+    text_engine = scripted_text_engine("hello world")
+    text_engine.engine.fail_after = 1
+    deltas = text_engine.generate([1], SamplingParams(n=n))
     with pytest.raises(EngineDeadError):
         await collect(deltas)
-    assert frontend.num_in_flight == 0
-    assert frontend.metrics.finished["error"] >= 1
-    frontend.engine.fail_after = None
-    assert (await answer(frontend))[0] == "hello world"
+    assert text_engine.num_in_flight == 0
+    assert text_engine.metrics.finished["error"] >= 1
+    text_engine.engine.fail_after = None
+    assert (await answer(text_engine))[0] == "hello world"
 
 
 @pytest.mark.parametrize(
@@ -192,100 +192,100 @@ async def test_an_engine_that_dies_breaks_the_stream_and_later_ones_are_unharmed
 async def test_what_cannot_be_served_is_refused_before_it_reaches_the_engine(
     prompt, params, error, param, words
 ) -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     with pytest.raises(error) as caught:
-        frontend.generate_batch([[5], prompt], SamplingParams(**params))
+        text_engine.generate_batch([[5], prompt], SamplingParams(**params))
     assert caught.value.param == param
     assert words in str(caught.value)
-    assert frontend.engine.submitted == []
-    assert (await answer(frontend))[0] == "hello"
+    assert text_engine.engine.submitted == []
+    assert (await answer(text_engine))[0] == "hello"
 
 
 @pytest.mark.parametrize("priority", [2**63, -(2**63) - 1])
 async def test_a_priority_that_no_message_can_carry_is_refused(priority) -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     with pytest.raises(InvalidRequestError, match="priority must be between") as caught:
-        frontend.generate_batch([[5]], SamplingParams(), priority=priority)
+        text_engine.generate_batch([[5]], SamplingParams(), priority=priority)
     assert caught.value.param == "priority"
 
 
 async def test_the_context_is_filled_to_the_last_token() -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     for prompt_len in (255, 250):
         params = SamplingParams(temperature=0, ignore_eos=True)
-        deltas = await collect(frontend.generate([1] * prompt_len, params))
+        deltas = await collect(text_engine.generate([1] * prompt_len, params))
         assert sum(len(d.token_ids) for d in deltas) == 256 - prompt_len
         assert deltas[-1].finish_reason == "length"
     asked = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6)
-    await collect(frontend.generate([1] * 250, asked))
+    await collect(text_engine.generate([1] * 250, asked))
 
 
 async def test_a_pool_smaller_than_the_context_is_the_limit() -> None:
     ready = msgspec.structs.replace(READY, num_blocks=3)
-    frontend = scripted_frontend("hello", ready=ready)
+    text_engine = scripted_text_engine("hello", ready=ready)
     with pytest.raises(ContextLengthError, match="32 tokens"):
-        frontend.generate([1] * 40, GREEDY)
+        text_engine.generate([1] * 40, GREEDY)
 
 
 async def test_the_default_length_is_cut_to_what_fits() -> None:
-    frontend = scripted_frontend("hello", defaults=GenerationDefaults(max_tokens=20))
+    text_engine = scripted_text_engine("hello", defaults=GenerationDefaults(max_tokens=20))
     for prompt_len, expected in ((10, 20), (250, 6)):
-        await collect(frontend.generate([1] * prompt_len, GREEDY))
-        assert frontend.engine.submitted[-1].params.max_tokens == expected
+        await collect(text_engine.generate([1] * prompt_len, GREEDY))
+        assert text_engine.engine.submitted[-1].params.max_tokens == expected
 
 
 async def test_texts_that_can_never_fit_are_refused_without_being_encoded(monkeypatch) -> None:
-    frontend = scripted_frontend("hello")
-    await frontend.encode("hello " * 100)
-    monkeypatch.setattr(frontend.tokenizer, "encode", None)
+    text_engine = scripted_text_engine("hello")
+    await text_engine.encode("hello " * 100)
+    monkeypatch.setattr(text_engine.tokenizer, "encode", None)
     with pytest.raises(ContextLengthError, match="maximum context length is 256") as caught:
-        await frontend.encode("x" * 10_000, param="messages")
+        await text_engine.encode("x" * 10_000, param="messages")
     assert caught.value.param == "messages"
 
 
 async def test_more_answers_than_the_limit_are_turned_away_until_there_is_room() -> None:
-    frontend = scripted_frontend("hello world", max_in_flight=3)
-    first = frontend.generate([1], SamplingParams(n=2))
+    text_engine = scripted_text_engine("hello world", max_in_flight=3)
+    first = text_engine.generate([1], SamplingParams(n=2))
     with pytest.raises(QueueFullError):  # accepted counts, begun or not
-        frontend.generate([1], SamplingParams(n=2))
+        text_engine.generate([1], SamplingParams(n=2))
     await anext(first)
     with pytest.raises(QueueFullError):
-        frontend.generate([1], SamplingParams(n=2))
-    await collect(frontend.generate([1], GREEDY))
+        text_engine.generate([1], SamplingParams(n=2))
+    await collect(text_engine.generate([1], GREEDY))
     await first.aclose()
-    await collect(frontend.generate([1], SamplingParams(n=3)))
+    await collect(text_engine.generate([1], SamplingParams(n=3)))
     with pytest.raises(InvalidRequestError, match="at most 3"):
-        frontend.generate([1], SamplingParams(n=4))
+        text_engine.generate([1], SamplingParams(n=4))
 
 
 async def test_sampling_is_put_in_order_for_the_engine() -> None:
-    frontend = scripted_frontend("he")
+    text_engine = scripted_text_engine("he")
     cases = [
         (SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.1), (0, 1.0, 0, 0.0)),
         (SamplingParams(temperature=1e-3, top_p=0.5, top_k=-1), (0.01, 0.5, 0, 0.0)),
         (SamplingParams(temperature=0.7, top_k=9, min_p=0.2), (0.7, 1.0, 9, 0.2)),
     ]
     for params, expected in cases:
-        await collect(frontend.generate([1], params))
-        sent = frontend.engine.submitted[-1].params
+        await collect(text_engine.generate([1], params))
+        sent = text_engine.engine.submitted[-1].params
         assert (sent.temperature, sent.top_p, sent.top_k, sent.min_p) == expected
 
 
 async def test_model_names() -> None:
-    frontend = scripted_frontend("he", model_names=("a", "b"))
+    text_engine = scripted_text_engine("he", model_names=("a", "b"))
     for name in ("a", "b", None, ""):
-        frontend.check_model(name)
+        text_engine.check_model(name)
     for name in ("c", "A", " a"):
         with pytest.raises(UnknownModelError, match="does not exist"):
-            frontend.check_model(name)
+            text_engine.check_model(name)
 
 
 async def test_requests_are_counted_with_their_tokens_and_reasons() -> None:
-    frontend = scripted_frontend("hello world", tokens_per_output=2)
+    text_engine = scripted_text_engine("hello world", tokens_per_output=2)
     for _ in range(4):
-        await collect(frontend.generate([1] * 20, GREEDY))
-    await collect(frontend.generate([1] * 20, SamplingParams(n=2, max_tokens=2)))
-    metrics = frontend.metrics
+        await collect(text_engine.generate([1] * 20, GREEDY))
+    await collect(text_engine.generate([1] * 20, SamplingParams(n=2, max_tokens=2)))
+    metrics = text_engine.metrics
     assert metrics.finished == {"stop": 4, "length": 2}
     assert metrics.prompt_tokens == 6 * 20
     assert metrics.cached_tokens == 6 * 16

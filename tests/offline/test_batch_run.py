@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import EngineDeadError
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.offline.batch_file import ResultFile
 from jaxserve.offline.batch_run import run_batch
 from jaxserve.testing.scripted_engine import ScriptedEngine
@@ -17,10 +17,10 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
-def make_frontend(says: str = "hello world") -> tuple[Frontend, ScriptedEngine]:
+def make_text_engine(says: str = "hello world") -> tuple[TextEngine, ScriptedEngine]:
     tokens = [*TOKENIZER.encode(says), TOKENIZER.eos_token_id]
     engine = ScriptedEngine(lambda submit: tokens)
-    return Frontend(engine, TOKENIZER, model_names=["tiny"]), engine
+    return TextEngine(engine, TOKENIZER, model_names=["tiny"]), engine
 
 
 class Batch:
@@ -34,10 +34,10 @@ class Batch:
         lines = [r if isinstance(r, str) else json.dumps(r) for r in requests]
         self.input.write_text("\n".join(lines) + "\n")
 
-    async def run(self, frontend: Frontend, *, limit: int = 4) -> str:
+    async def run(self, text_engine: TextEngine, *, limit: int = 4) -> str:
         results = ResultFile.resume(self.output)
         try:
-            return (await run_batch(frontend, self.input, results, limit=limit)).describe()
+            return (await run_batch(text_engine, self.input, results, limit=limit)).describe()
         finally:
             results.close()
 
@@ -62,9 +62,9 @@ def chat(custom_id: str, **body) -> dict:
 
 
 async def test_bodies_are_those_of_the_api(batch: Batch) -> None:
-    frontend, _ = make_frontend()
+    text_engine, _ = make_text_engine()
     batch.write(completion("a"), chat("b", max_tokens=2))
-    said = await batch.run(frontend)
+    said = await batch.run(text_engine)
     results = batch.results()
     completed, answered = (results[i]["response"]["body"] for i in ("a", "b"))
     assert completed["object"] == "text_completion"
@@ -80,7 +80,7 @@ async def test_bodies_are_those_of_the_api(batch: Batch) -> None:
 
 
 async def test_bad_lines_become_errors_and_the_run_goes_on(batch: Batch) -> None:
-    frontend, engine = make_frontend()
+    text_engine, engine = make_text_engine()
     batch.write(
         completion("good"),
         "not json",
@@ -96,7 +96,7 @@ async def test_bad_lines_become_errors_and_the_run_goes_on(batch: Batch) -> None
         completion("good"),
         completion("last"),
     )
-    said = await batch.run(frontend)
+    said = await batch.run(text_engine)
     lines = [json.loads(line) for line in batch.output.read_text().splitlines()]
     assert len(lines) == 13
     ran = [line for line in lines if line["error"] is None]
@@ -131,17 +131,17 @@ async def test_bad_lines_become_errors_and_the_run_goes_on(batch: Batch) -> None
 
 
 async def test_an_unexpected_error_costs_one_request(batch: Batch, monkeypatch, caplog) -> None:
-    frontend, _ = make_frontend()
-    generate = frontend.generate_batch
+    text_engine, _ = make_text_engine()
+    generate = text_engine.generate_batch
 
     def fails(prompts: list[list[int]], *args, **options):
         if prompts == [[1, 2, 3]]:
             raise RuntimeError("secret")
         return generate(prompts, *args, **options)
 
-    monkeypatch.setattr(frontend, "generate_batch", fails)
+    monkeypatch.setattr(text_engine, "generate_batch", fails)
     batch.write(completion("a", prompt=[1, 2, 3]), completion("b"))
-    await batch.run(frontend)
+    await batch.run(text_engine)
     results = batch.results()
     assert results["a"]["response"]["status_code"] == 500
     assert "secret" not in batch.output.read_text()
@@ -150,24 +150,24 @@ async def test_an_unexpected_error_costs_one_request(batch: Batch, monkeypatch, 
 
 
 async def test_no_more_than_the_limit_are_under_way(batch: Batch) -> None:
-    frontend, engine = make_frontend()
+    text_engine, engine = make_text_engine()
     most = 0
     generate = engine.generate
 
     def watched(*args, **options):
         nonlocal most
-        most = max(most, frontend.num_in_flight)
+        most = max(most, text_engine.num_in_flight)
         return generate(*args, **options)
 
     engine.generate = watched  # type: ignore[method-assign]
     batch.write(*(completion(f"r{i}") for i in range(50)))
-    await batch.run(frontend, limit=3)
+    await batch.run(text_engine, limit=3)
     assert most == 3
     assert len(batch.results()) == 50
 
 
 async def test_a_dead_engine_ends_the_run_and_resume_does_the_rest(batch: Batch) -> None:
-    frontend, engine = make_frontend()
+    text_engine, engine = make_text_engine()
     batch.write(*(completion(f"r{i}") for i in range(20)))
     generate = engine.generate
 
@@ -178,13 +178,13 @@ async def test_a_dead_engine_ends_the_run_and_resume_does_the_rest(batch: Batch)
 
     engine.generate = dies_later  # type: ignore[method-assign]
     with pytest.raises(EngineDeadError):
-        await batch.run(frontend)
+        await batch.run(text_engine)
     finished = batch.results()
     assert 0 < len(finished) < 20
     assert all(result["error"] is None for result in finished.values())
 
-    frontend, engine = make_frontend()
-    said = await batch.run(frontend)
+    text_engine, engine = make_text_engine()
+    said = await batch.run(text_engine)
     assert len(engine.submitted) == 20 - len(finished)
     assert f"and {len(finished)} kept from before" in said
     assert len(batch.output.read_text().splitlines()) == 20
@@ -192,11 +192,11 @@ async def test_a_dead_engine_ends_the_run_and_resume_does_the_rest(batch: Batch)
 
 
 async def test_failed_requests_are_tried_again_by_resume(batch: Batch) -> None:
-    frontend, _ = make_frontend()
+    text_engine, _ = make_text_engine()
     batch.write(completion("a"), completion("b", temperature=-1), "not json")
-    await batch.run(frontend)
+    await batch.run(text_engine)
     batch.write(completion("a"), completion("b", temperature=0.5))
-    await batch.run(frontend)
+    await batch.run(text_engine)
     assert {i: r["response"]["status_code"] for i, r in batch.results().items()} == {
         "a": 200,
         "b": 200,
@@ -205,6 +205,6 @@ async def test_failed_requests_are_tried_again_by_resume(batch: Batch) -> None:
 
 async def test_an_empty_file_gives_an_empty_file(batch: Batch) -> None:
     batch.input.write_text("")
-    said = await batch.run(make_frontend()[0])
+    said = await batch.run(make_text_engine()[0])
     assert said.startswith("0 answered, 0 errors")
     assert batch.output.read_text() == ""

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai import chat, completions, responses
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output import checks as grammar_checks
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOLS = [
@@ -25,29 +25,29 @@ TOOLS = [
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> <think> #}"
 
 
-def make(answer: str = "hello", *, template: str = TEMPLATE, **options: Any) -> Frontend:
-    return scripted_frontend(answer, chat_template=template, **options)
+def make(answer: str = "hello", *, template: str = TEMPLATE, **options: Any) -> TextEngine:
+    return scripted_text_engine(answer, chat_template=template, **options)
 
 
-async def complete(frontend: Frontend, body: dict[str, Any]):
+async def complete(text_engine: TextEngine, body: dict[str, Any]):
     request = decode(json.dumps({"prompt": "hello"} | body).encode(), CompletionRequest)
-    return await completions.complete(await completions.prepare(frontend, request))
+    return await completions.complete(await completions.prepare(text_engine, request))
 
 
-async def ask(frontend: Frontend, body: dict[str, Any]):
+async def ask(text_engine: TextEngine, body: dict[str, Any]):
     messages = [{"role": "user", "content": "hello"}]
     request = decode(json.dumps({"messages": messages} | body).encode(), ChatRequest)
-    return await chat.complete(await chat.prepare(frontend, request))
+    return await chat.complete(await chat.prepare(text_engine, request))
 
 
-def grammar_of(frontend: Frontend) -> Grammar | None:
+def grammar_of(text_engine: TextEngine) -> Grammar | None:
     """The grammar that reached the engine, but for its frame."""
-    grammar = frontend.engine.submitted[-1].params.grammar
+    grammar = text_engine.engine.submitted[-1].params.grammar
     return grammar and msgspec.structs.replace(grammar, frame="")
 
 
-def frame_of(frontend: Frontend) -> str:
-    return frontend.engine.submitted[-1].params.grammar.frame
+def frame_of(text_engine: TextEngine) -> str:
+    return text_engine.engine.submitted[-1].params.grammar.frame
 
 
 FORMS = [
@@ -73,10 +73,10 @@ FORMS = [
 
 @pytest.mark.parametrize(("body", "expected"), FORMS)
 async def test_grammars_reach_the_engine(body, expected) -> None:
-    frontend = make()
+    text_engine = make()
     for run in (complete, ask):
-        await run(frontend, body)
-        assert grammar_of(frontend) == expected
+        await run(text_engine, body)
+        assert grammar_of(text_engine) == expected
 
 
 BAD = [
@@ -118,14 +118,14 @@ BAD = [
 
 @pytest.mark.parametrize(("body", "param"), BAD)
 async def test_what_is_no_grammar_is_refused(body, param) -> None:
-    frontend = make()
+    text_engine = make()
     for run in (complete, ask):
         with pytest.raises(InvalidRequestError) as caught:
-            await run(frontend, body)
+            await run(text_engine, body)
         assert caught.value.param == param
         assert len(caught.value.message) < 1000
-    assert frontend.engine.submitted == []
-    await complete(frontend, {"guided_regex": "a"})
+    assert text_engine.engine.submitted == []
+    await complete(text_engine, {"guided_regex": "a"})
 
 
 async def test_the_end_of_a_grammar_is_part_of_the_text() -> None:
@@ -135,10 +135,10 @@ async def test_the_end_of_a_grammar_is_part_of_the_text() -> None:
 
 
 async def test_a_model_may_think_before_a_text_with_a_grammar() -> None:
-    frontend = make("<think>he</think>\n\nll")
-    (choice,) = (await ask(frontend, {"guided_regex": "l+"})).choices
+    text_engine = make("<think>he</think>\n\nll")
+    (choice,) = (await ask(text_engine, {"guided_regex": "l+"})).choices
     assert (choice.message.reasoning, choice.message.content) == ("he", "ll")
-    assert "think: " in frame_of(frontend)
+    assert "think: " in frame_of(text_engine)
     closed = make("ll", template=TEMPLATE + "<think>\n\n</think>\n\n")
     (choice,) = (await ask(closed, {"guided_regex": "l+"})).choices
     assert choice.message.content == "ll"
@@ -146,14 +146,14 @@ async def test_a_model_may_think_before_a_text_with_a_grammar() -> None:
 
 
 async def test_a_completion_is_all_text() -> None:
-    frontend = make("<think>he</think>")
-    choice = (await complete(frontend, {"guided_regex": ".*"})).choices[0]
+    text_engine = make("<think>he</think>")
+    choice = (await complete(text_engine, {"guided_regex": ".*"})).choices[0]
     assert choice.text == "<think>he</think>"
-    assert frame_of(frontend) == ""
+    assert frame_of(text_engine) == ""
 
 
 async def test_text_format_of_responses() -> None:
-    frontend = make()
+    text_engine = make()
     for form, expected in (
         ({"type": "json_object"}, Grammar("json_object")),
         (
@@ -164,22 +164,22 @@ async def test_text_format_of_responses() -> None:
     ):
         body = {"input": "hello", "text": {"format": form}}
         request = decode(json.dumps(body).encode(), ResponsesRequest)
-        reply = await responses.complete(await responses.prepare(frontend, request))
-        assert grammar_of(frontend) == expected
+        reply = await responses.complete(await responses.prepare(text_engine, request))
+        assert grammar_of(text_engine) == expected
         assert reply.text["format"] == form
 
 
 @pytest.mark.parametrize("parallel", [None, False])
 async def test_calls_can_be_required(parallel) -> None:
     answer = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
-    frontend = make(answer)
+    text_engine = make(answer)
     body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": parallel}
-    (choice,) = (await ask(frontend, body)).choices
+    (choice,) = (await ask(text_engine, body)).choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
     calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
     assert calls == [("f", '{"a": 1}'), ("g", "{}")][: 1 if parallel is False else 2]
-    grammar = grammar_of(frontend)
+    grammar = grammar_of(text_engine)
     assert grammar is not None
     schema = json.loads(grammar.spec)
     assert schema["type"] == "array"
@@ -187,16 +187,16 @@ async def test_calls_can_be_required(parallel) -> None:
 
 
 async def test_a_function_can_be_named() -> None:
-    frontend = make('{"a": 1}')
+    text_engine = make('{"a": 1}')
     choice_of_f = {"type": "function", "function": {"name": "f"}}
-    (choice,) = (await ask(frontend, {"tools": TOOLS, "tool_choice": choice_of_f})).choices
+    (choice,) = (await ask(text_engine, {"tools": TOOLS, "tool_choice": choice_of_f})).choices
     (call,) = choice.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("f", '{"a": 1}')
     assert choice.finish_reason == "tool_calls"
-    grammar = grammar_of(frontend)
+    grammar = grammar_of(text_engine)
     assert grammar is not None
     assert json.loads(grammar.spec) == SCHEMA
-    cut = await ask(frontend, {"tools": TOOLS, "tool_choice": choice_of_f, "max_tokens": 3})
+    cut = await ask(text_engine, {"tools": TOOLS, "tool_choice": choice_of_f, "max_tokens": 3})
     assert cut.choices[0].finish_reason == "length"
 
 
@@ -205,9 +205,9 @@ async def test_the_beginning_of_a_call_that_is_cut_off_is_no_content(tokens_per_
     whole = '[{"name": "f", "parameters": {"a": 1}}'
     body = {"tools": TOOLS, "tool_choice": "required"}
     for text, num_calls in (("[", 0), ('[{"name"', 0), (whole, 1), (whole + ', {"name": "g"', 1)):
-        frontend = make(text, tokens_per_output=tokens_per_output)
-        cut = {"max_tokens": len(frontend.tokenizer.encode(text))}
-        (choice,) = (await ask(frontend, body | cut)).choices
+        text_engine = make(text, tokens_per_output=tokens_per_output)
+        cut = {"max_tokens": len(text_engine.tokenizer.encode(text))}
+        (choice,) = (await ask(text_engine, body | cut)).choices
         assert choice.finish_reason == "length"
         assert not choice.message.content
         assert len(choice.message.tool_calls or ()) == num_calls
@@ -220,48 +220,48 @@ FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"schema": S
 @pytest.mark.parametrize("thought", ["", "<think>hm</think>\n\n"])
 async def test_an_answer_is_calls_or_a_text_with_a_grammar(thought) -> None:
     for answer, content, num_calls in ((CALL + "\n" + CALL, None, 2), ('{"a": 1}', '{"a": 1}', 0)):
-        frontend = make(thought + answer)
-        (choice,) = (await ask(frontend, FORMAT | {"tools": TOOLS})).choices
+        text_engine = make(thought + answer)
+        (choice,) = (await ask(text_engine, FORMAT | {"tools": TOOLS})).choices
         assert choice.message.content == content
         assert len(choice.message.tool_calls or ()) == num_calls
         assert choice.finish_reason == ("tool_calls" if num_calls else "stop")
-        assert grammar_of(frontend) == Grammar("json_schema", json.dumps(SCHEMA))
-        frame = frame_of(frontend)
+        assert grammar_of(text_engine) == Grammar("json_schema", json.dumps(SCHEMA))
+        frame = frame_of(text_engine)
         assert "(@answer | calls)" in frame
         assert all(f'"enum": ["{name}"]' in frame for name in "fg")
         assert "call)*" in frame
-    await ask(frontend, FORMAT | {"tools": TOOLS, "parallel_tool_calls": False})
-    assert "call)*" not in frame_of(frontend)
-    await ask(frontend, FORMAT | {"tools": TOOLS, "tool_choice": "none"})
-    assert "calls" not in frame_of(frontend)
+    await ask(text_engine, FORMAT | {"tools": TOOLS, "parallel_tool_calls": False})
+    assert "call)*" not in frame_of(text_engine)
+    await ask(text_engine, FORMAT | {"tools": TOOLS, "tool_choice": "none"})
+    assert "calls" not in frame_of(text_engine)
 
 
 async def test_calls_that_must_be_made_leave_no_text_to_have_a_format() -> None:
-    frontend = make('<think>hm</think>[{"name": "f", "parameters": {"a": 1}}]')
+    text_engine = make('<think>hm</think>[{"name": "f", "parameters": {"a": 1}}]')
     required = {"tools": TOOLS, "tool_choice": "required"}
-    (choice,) = (await ask(frontend, FORMAT | required)).choices
+    (choice,) = (await ask(text_engine, FORMAT | required)).choices
     assert [call.function.name for call in choice.message.tool_calls] == ["f"]
     assert choice.message.reasoning == "hm"
-    grammar = grammar_of(frontend)
+    grammar = grammar_of(text_engine)
     assert grammar is not None
     assert json.loads(grammar.spec)["type"] == "array"
-    assert "think: " in frame_of(frontend)
+    assert "think: " in frame_of(text_engine)
     with pytest.raises(InvalidRequestError) as caught:
-        await ask(frontend, {"guided_regex": "a"} | required)
+        await ask(text_engine, {"guided_regex": "a"} | required)
     assert caught.value.param == "guided_regex"
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 async def test_tools_that_no_grammar_can_be_made_of(choice) -> None:
-    frontend = make()
+    text_engine = make()
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}]
     with pytest.raises(InvalidRequestError) as caught:
-        await ask(frontend, FORMAT | {"tools": bad, "tool_choice": choice})
+        await ask(text_engine, FORMAT | {"tools": bad, "tool_choice": choice})
     assert caught.value.param == "tools"
     many = {f"k{i}": {"type": "string", "description": "x" * 1000} for i in range(300)}
     large = [{"type": "function", "function": {"name": "f", "parameters": {"properties": many}}}]
     with pytest.raises(InvalidRequestError, match="tools: .* at most 262144 characters") as caught:
-        await ask(frontend, FORMAT | {"tools": large, "tool_choice": choice})
+        await ask(text_engine, FORMAT | {"tools": large, "tool_choice": choice})
     assert caught.value.param == "tools"
     pythonic = make(tool_call_parser="pythonic")
     await ask(pythonic, {"tools": TOOLS})
@@ -272,7 +272,7 @@ async def test_tools_that_no_grammar_can_be_made_of(choice) -> None:
 
 
 async def test_a_grammar_is_checked_once_and_few_at_a_time(monkeypatch) -> None:
-    frontend = make()
+    text_engine = make()
     running, most, checked = 0, 0, []
 
     async def count(check, grammar):
@@ -285,11 +285,11 @@ async def test_a_grammar_is_checked_once_and_few_at_a_time(monkeypatch) -> None:
 
     monkeypatch.setattr(grammar_checks.asyncio, "to_thread", count)
     grammars = [Grammar("regex", "a" * i) for i in range(1, 9)]
-    await asyncio.gather(*map(frontend.grammars.check, grammars))
+    await asyncio.gather(*map(text_engine.grammars.check, grammars))
     assert most == grammar_checks.AT_A_TIME
-    await asyncio.gather(*map(frontend.grammars.check, grammars))
+    await asyncio.gather(*map(text_engine.grammars.check, grammars))
     assert len(checked) == len(grammars)
     for i in range(grammar_checks.NUM_KEPT):
-        await frontend.grammars.check(Grammar("choice", msgspec.json.encode([str(i)]).decode()))
-    await frontend.grammars.check(grammars[0])
+        await text_engine.grammars.check(Grammar("choice", msgspec.json.encode([str(i)]).decode()))
+    await text_engine.grammars.check(grammars[0])
     assert checked.count(grammars[0]) == 2

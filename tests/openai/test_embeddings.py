@@ -16,25 +16,25 @@ from jaxserve.errors import (
     RequestFailedError,
     UnknownModelError,
 )
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai import embeddings
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.embeddings import EmbeddingRequest
 from jaxserve.testing.scripted_engine import embedding_of
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 IDS = [5, 6, 7]
 LONGEST = 256
 
 
 @pytest.fixture
-def frontend() -> Frontend:
-    return scripted_frontend("never said")
+def text_engine() -> TextEngine:
+    return scripted_text_engine("never said")
 
 
-async def embed(frontend: Frontend, input: Any, **body: Any) -> dict[str, Any]:
+async def embed(text_engine: TextEngine, input: Any, **body: Any) -> dict[str, Any]:
     request = decode(json.dumps({"input": input, **body}).encode(), EmbeddingRequest)
-    reply = await embeddings.complete(await embeddings.prepare(frontend, request))
+    reply = await embeddings.complete(await embeddings.prepare(text_engine, request))
     return json.loads(msgspec.json.encode(reply))
 
 
@@ -42,8 +42,8 @@ def unit(vector: list[float]) -> np.ndarray:
     return np.array(vector) / np.linalg.norm(vector)
 
 
-async def test_a_reply(frontend) -> None:
-    reply = await embed(frontend, IDS, user="me", dimensions=4)
+async def test_a_reply(text_engine) -> None:
+    reply = await embed(text_engine, IDS, user="me", dimensions=4)
     (data,) = reply.pop("data")
     vector = data.pop("embedding")
     np.testing.assert_allclose(vector, unit(embedding_of(IDS, "last")), rtol=1e-12)
@@ -52,23 +52,23 @@ async def test_a_reply(frontend) -> None:
     assert reply == {"object": "list", "model": "tiny", "usage": usage}
 
 
-async def test_every_form_of_input(frontend) -> None:
+async def test_every_form_of_input(text_engine) -> None:
     texts = ["hello", "hello world"]
-    ids = [frontend.tokenizer.encode(text) for text in texts]
+    ids = [text_engine.tokenizer.encode(text) for text in texts]
     expected = [unit(embedding_of(prompt, "last")) for prompt in ids]
     for given in (texts, ids):
-        reply = await embed(frontend, given)
+        reply = await embed(text_engine, given)
         assert [data["index"] for data in reply["data"]] == [0, 1]
         vectors = [data["embedding"] for data in reply["data"]]
         np.testing.assert_allclose(vectors, expected, rtol=1e-12)
         assert reply["usage"]["prompt_tokens"] == sum(map(len, ids))
     for one in (texts[1], ids[1]):
-        reply = await embed(frontend, one)
+        reply = await embed(text_engine, one)
         np.testing.assert_allclose(reply["data"][0]["embedding"], expected[1], rtol=1e-12)
 
 
-async def test_vectors_are_in_the_order_of_the_prompts_and_not_of_their_end(frontend) -> None:
-    engine, slow = frontend.engine, asyncio.Event()
+async def test_vectors_are_in_the_order_of_the_prompts_and_not_of_their_end(text_engine) -> None:
+    engine, slow = text_engine.engine, asyncio.Event()
     generate = engine.generate
 
     async def slow_at_first(prompt, *args, **options):
@@ -79,32 +79,32 @@ async def test_vectors_are_in_the_order_of_the_prompts_and_not_of_their_end(fron
             yield output
 
     engine.generate = slow_at_first
-    reply = await embed(frontend, [[1], [2, 2]], normalize=False)
+    reply = await embed(text_engine, [[1], [2, 2]], normalize=False)
     assert [data["embedding"][2] for data in reply["data"]] == [1.0, 2.0]
 
 
-async def test_other_vectors(frontend) -> None:
-    (data,) = (await embed(frontend, IDS, pooling="mean", normalize=False))["data"]
+async def test_other_vectors(text_engine) -> None:
+    (data,) = (await embed(text_engine, IDS, pooling="mean", normalize=False))["data"]
     assert data["embedding"] == embedding_of(IDS, "mean")
-    (data,) = (await embed(frontend, IDS, encoding_format="base64"))["data"]
+    (data,) = (await embed(text_engine, IDS, encoding_format="base64"))["data"]
     vector = np.frombuffer(base64.b64decode(data["embedding"]), "<f4")
     np.testing.assert_allclose(vector, unit(embedding_of(IDS, "last")), rtol=1e-6)
 
 
-async def test_nulls_are_defaults(frontend) -> None:
+async def test_nulls_are_defaults(text_engine) -> None:
     names = msgspec.structs.fields(EmbeddingRequest)
     nulls = {field.name: None for field in names if field.name != "input"}
-    assert await embed(frontend, IDS, **nulls) == await embed(frontend, IDS)
+    assert await embed(text_engine, IDS, **nulls) == await embed(text_engine, IDS)
 
 
-async def test_fields_about_the_prompt(frontend) -> None:
-    await embed(frontend, IDS, truncate_prompt_tokens=2, priority=3, cache_salt="mine")
-    await embed(frontend, list(range(290)), truncate_prompt_tokens=-1)
-    await embed(frontend, "hello", add_special_tokens=False)
-    cut, fitting, plain = frontend.engine.submitted
+async def test_fields_about_the_prompt(text_engine) -> None:
+    await embed(text_engine, IDS, truncate_prompt_tokens=2, priority=3, cache_salt="mine")
+    await embed(text_engine, list(range(290)), truncate_prompt_tokens=-1)
+    await embed(text_engine, "hello", add_special_tokens=False)
+    cut, fitting, plain = text_engine.engine.submitted
     assert (cut.prompt_token_ids, cut.priority, cut.cache_salt) == (IDS[1:], 3, "mine")
     assert fitting.prompt_token_ids == list(range(290))[-LONGEST:]
-    expected = frontend.tokenizer.encode("hello", add_special_tokens=False)
+    expected = text_engine.tokenizer.encode("hello", add_special_tokens=False)
     assert plain.prompt_token_ids == expected
 
 
@@ -127,32 +127,32 @@ async def test_fields_about_the_prompt(frontend) -> None:
         ({"cache_salt": ""}, "cache_salt"),
     ],
 )
-async def test_refusals_name_the_field(frontend, body, param) -> None:
+async def test_refusals_name_the_field(text_engine, body, param) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        await embed(frontend, **{"input": IDS} | body)
+        await embed(text_engine, **{"input": IDS} | body)
     assert caught.value.param == param
-    assert frontend.engine.submitted == []
+    assert text_engine.engine.submitted == []
 
 
-async def test_what_does_not_fit_is_refused(frontend) -> None:
-    await embed(frontend, [1] * LONGEST)
+async def test_what_does_not_fit_is_refused(text_engine) -> None:
+    await embed(text_engine, [1] * LONGEST)
     for given in ([1] * (LONGEST + 1), "hello " * 3000):
         with pytest.raises(ContextLengthError) as caught:
-            await embed(frontend, given)
+            await embed(text_engine, given)
         assert caught.value.param == "input"
     with pytest.raises(UnknownModelError):
-        await embed(frontend, IDS, model="other")
-    frontend.places.limit = 2
-    held = frontend.places.take(1)
+        await embed(text_engine, IDS, model="other")
+    text_engine.admission.limit = 2
+    held = text_engine.admission.take(1)
     with pytest.raises(QueueFullError):
-        await embed(frontend, [IDS, IDS])
-    held.give_back()
-    await embed(frontend, [IDS, IDS])
+        await embed(text_engine, [IDS, IDS])
+    held.release()
+    await embed(text_engine, [IDS, IDS])
 
 
-async def test_what_is_counted(frontend) -> None:
-    await embed(frontend, [IDS, [1] * 100])
-    metrics = frontend.metrics
+async def test_what_is_counted(text_engine) -> None:
+    await embed(text_engine, [IDS, [1] * 100])
+    metrics = text_engine.metrics
     assert (metrics.prompt_tokens, metrics.generation_tokens) == (103, 0)
     assert dict(metrics.finished) == {"stop": 2}
     assert sum(metrics.time_to_first_token.counts) == 2
@@ -168,37 +168,37 @@ async def test_what_is_counted(frontend) -> None:
         assert 0 <= metrics.by_request[name].sum < 60
 
 
-async def test_what_was_aborted_is_not_counted_as_computed(frontend) -> None:
-    frontend.engine.stall_after = 0
-    work = asyncio.create_task(embed(frontend, IDS))
-    while not frontend.engine.submitted:
+async def test_what_was_aborted_is_not_counted_as_computed(text_engine) -> None:
+    text_engine.engine.stall_after = 0
+    work = asyncio.create_task(embed(text_engine, IDS))
+    while not text_engine.engine.submitted:
         await asyncio.sleep(0)
-    frontend.abort(None)
+    text_engine.abort(None)
     with pytest.raises(RequestFailedError):
         await work
-    assert frontend.metrics.prompt_tokens == 0
-    assert dict(frontend.metrics.finished) == {"abort": 1}
-    assert sum(frontend.metrics.time_to_first_token.counts) == 0
+    assert text_engine.metrics.prompt_tokens == 0
+    assert dict(text_engine.metrics.finished) == {"abort": 1}
+    assert sum(text_engine.metrics.time_to_first_token.counts) == 0
 
 
-async def test_an_abort_from_elsewhere_is_an_error(frontend) -> None:
-    frontend.engine.stall_after = 0
-    work = asyncio.create_task(embed(frontend, [IDS, IDS]))
-    while len(frontend.engine.submitted) < 2:
+async def test_an_abort_from_elsewhere_is_an_error(text_engine) -> None:
+    text_engine.engine.stall_after = 0
+    work = asyncio.create_task(embed(text_engine, [IDS, IDS]))
+    while len(text_engine.engine.submitted) < 2:
         await asyncio.sleep(0)
-    assert frontend.abort(None) == 2
+    assert text_engine.abort(None) == 2
     with pytest.raises(RequestFailedError, match="aborted"):
         await work
-    assert frontend.num_in_flight == 0
+    assert text_engine.num_in_flight == 0
 
 
-async def test_a_caller_that_goes_away_aborts_it(frontend) -> None:
-    frontend.engine.stall_after = 0
-    work = asyncio.create_task(embed(frontend, [IDS, IDS]))
-    while len(frontend.engine.submitted) < 2:
+async def test_a_caller_that_goes_away_aborts_it(text_engine) -> None:
+    text_engine.engine.stall_after = 0
+    work = asyncio.create_task(embed(text_engine, [IDS, IDS]))
+    while len(text_engine.engine.submitted) < 2:
         await asyncio.sleep(0)
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
-    assert len(frontend.engine.aborted) == 2
-    assert frontend.num_in_flight == 0
+    assert len(text_engine.engine.aborted) == 2
+    assert text_engine.num_in_flight == 0

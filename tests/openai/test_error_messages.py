@@ -11,7 +11,7 @@ from jaxserve.openai import chat, completions, embeddings, responses
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 COMPLETION = ({"prompt": "hello"}, CompletionRequest, completions.prepare)
 CHAT = ({"messages": [{"role": "user", "content": "hello"}]}, ChatRequest, chat.prepare)
@@ -113,7 +113,7 @@ async def test_what_a_user_reads(endpoint, wrong, param, pattern) -> None:
     base, form, prepare = endpoint
     body = json.dumps({**base, **wrong}).encode()
     with pytest.raises(InvalidRequestError) as caught:
-        await prepare(scripted_frontend("hello"), decode(body, form))
+        await prepare(scripted_text_engine("hello"), decode(body, form))
     assert caught.value.param == param
     assert re.search(pattern, caught.value.message, re.DOTALL), caught.value.message[:300]
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai import chat, completions, responses
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.logprobs import finite
@@ -16,32 +16,32 @@ from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_engine import READY
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 VOCAB = READY.vocab_size
 
 
-def frontend(max_logprobs: int) -> Frontend:
+def text_engine(max_logprobs: int) -> TextEngine:
     ready = msgspec.structs.replace(READY, max_logprobs=max_logprobs)
-    return scripted_frontend([33, 34], ready=ready)
+    return scripted_text_engine([33, 34], ready=ready)
 
 
-async def complete(frontend: Frontend, **body: Any) -> dict[str, Any]:
+async def complete(text_engine: TextEngine, **body: Any) -> dict[str, Any]:
     request = decode(json.dumps({"prompt": "hello", **body}).encode(), CompletionRequest)
-    reply = await completions.complete(await completions.prepare(frontend, request))
+    reply = await completions.complete(await completions.prepare(text_engine, request))
     return json.loads(msgspec.json.encode(reply))["choices"][0]
 
 
-async def ask(frontend: Frontend, **body: Any) -> dict[str, Any]:
+async def ask(text_engine: TextEngine, **body: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "hello"}]
     request = decode(json.dumps({"messages": messages, **body}).encode(), ChatRequest)
-    reply = await chat.complete(await chat.prepare(frontend, request))
+    reply = await chat.complete(await chat.prepare(text_engine, request))
     return json.loads(msgspec.json.encode(reply))["choices"][0]
 
 
 @pytest.mark.parametrize("most", [0, 3, 60])
 async def test_up_to_the_limit_and_no_further(most: int) -> None:
-    server = frontend(most)
+    server = text_engine(most)
     body = {"logprobs": most, "prompt_logprobs": most, "echo": True}
     assert (await complete(server, **body))["logprobs"] is not None
     entries = (await ask(server, logprobs=True, top_logprobs=most))["logprobs"]["content"]
@@ -66,18 +66,18 @@ async def test_responses_name_their_own_field() -> None:
     with pytest.raises(
         InvalidRequestError, match="top_logprobs must be between 0 and 3 "
     ) as caught:
-        await responses.prepare(frontend(3), request)
+        await responses.prepare(text_engine(3), request)
     assert caught.value.param == "top_logprobs"
 
 
 async def test_programs_that_bring_their_own_parameters_have_the_same_limit() -> None:
-    server = frontend(3)
+    server = text_engine(3)
     with pytest.raises(InvalidRequestError, match="--max-logprobs"):
         server.generate([1, 2], SamplingParams(logprobs=4))
 
 
 async def test_minus_one_is_the_whole_vocabulary() -> None:
-    server = frontend(VOCAB)
+    server = text_engine(VOCAB)
     choice = await complete(server, logprobs=-1, return_tokens_as_token_ids=True)
     assert {len(top) for top in choice["logprobs"]["top_logprobs"]} == {VOCAB}
     choice = await complete(server, prompt=[5, 6, 7], prompt_logprobs=-1)

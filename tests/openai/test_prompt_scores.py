@@ -11,7 +11,7 @@ from jaxserve.openai import chat, completions
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.testing.scripted_engine import logprobs_of
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "he"}]
 
@@ -20,14 +20,14 @@ def to_json(value: msgspec.Struct) -> dict[str, Any]:
     return json.loads(msgspec.json.encode(value), parse_constant=pytest.fail)
 
 
-async def complete(frontend, body: dict[str, Any]) -> dict[str, Any]:
+async def complete(text_engine, body: dict[str, Any]) -> dict[str, Any]:
     """The reply, which must be what the stream comes to, if there can be one."""
     request = decode(json.dumps({"prompt": "hello"} | body).encode(), CompletionRequest)
-    reply = to_json(await completions.complete(await completions.prepare(frontend, request)))
+    reply = to_json(await completions.complete(await completions.prepare(text_engine, request)))
     if "prompt_logprobs" in body:
         return reply
     request = msgspec.structs.replace(request, stream=True)
-    job = await completions.prepare(frontend, request)
+    job = await completions.prepare(text_engine, request)
     chunks = [to_json(chunk) async for chunk in completions.stream(job)]
     for choice in reply["choices"]:
         parts = [p for c in chunks for p in c["choices"] if p["index"] == choice["index"]]
@@ -46,7 +46,7 @@ async def test_the_request_of_lm_eval() -> None:
     source = random.Random(0)
     prompts = [[source.randrange(200) for _ in range(length)] for length in (1, 5, 40)]
     body = {"prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0, "seed": 1234}
-    reply = await complete(scripted_frontend([33]), body | {"max_tokens": 1})
+    reply = await complete(scripted_text_engine([33]), body | {"max_tokens": 1})
     for i, prompt in enumerate(prompts):
         choice = reply["choices"][i]
         scores = choice["logprobs"]
@@ -70,20 +70,20 @@ async def test_the_request_of_lm_eval() -> None:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
 async def test_a_prompt_can_be_scored_without_an_answer(prompt, n, logprobs) -> None:
-    frontend = scripted_frontend("never seen", tokens_per_output=3)
+    text_engine = scripted_text_engine("never seen", tokens_per_output=3)
     body = {"prompt": prompt, "n": n, "echo": True, "logprobs": logprobs, "max_tokens": 0}
-    reply = await complete(frontend, body)
-    assert frontend.engine.submitted[-1].params.max_tokens == 1
+    reply = await complete(text_engine, body)
+    assert text_engine.engine.submitted[-1].params.max_tokens == 1
     assert reply["usage"]["completion_tokens"] == 0
     texts = prompt if isinstance(prompt[0], str) and isinstance(prompt, list) else [prompt]
     for choice in reply["choices"]:
         given = texts[choice["index"] // n]
-        text = given if isinstance(given, str) else frontend.tokenizer.decode(given)
+        text = given if isinstance(given, str) else text_engine.tokenizer.decode(given)
         assert choice["text"] == text
         assert choice["finish_reason"] == "length"
         if logprobs is not None:
             assert "".join(choice["logprobs"]["tokens"]) == text
-    silent = await complete(frontend, body | {"echo": False})
+    silent = await complete(text_engine, body | {"echo": False})
     assert {choice["text"] for choice in silent["choices"]} == {""}
 
 
@@ -91,7 +91,7 @@ async def test_offsets_are_places_in_the_text() -> None:
     for echo in (True, False):
         for prompt in ("hello world", [72, 83, 256]):
             body = {"prompt": prompt, "echo": echo, "logprobs": 2, "max_tokens": 6}
-            (choice,) = (await complete(scripted_frontend("the hello"), body))["choices"]
+            (choice,) = (await complete(scripted_text_engine("the hello"), body))["choices"]
             scores = choice["logprobs"]
             for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
                 if token != "<|im_end|>":
@@ -99,11 +99,11 @@ async def test_offsets_are_places_in_the_text() -> None:
 
 
 async def test_a_token_before_the_text_takes_no_place_in_it() -> None:
-    frontend = scripted_frontend("he")
-    bos = frontend.tokenizer.bos_token_id
-    frontend.tokenizer._prefix = (bos,)
+    text_engine = scripted_text_engine("he")
+    bos = text_engine.tokenizer.bos_token_id
+    text_engine.tokenizer._prefix = (bos,)
     body = {"echo": True, "logprobs": 0, "max_tokens": 1}
-    (choice,) = (await complete(frontend, body))["choices"]
+    (choice,) = (await complete(text_engine, body))["choices"]
     assert choice["text"] == "hellohe"
     assert choice["logprobs"]["tokens"] == ["<|im_start|>", "hello", "he"]
     assert choice["logprobs"]["text_offset"] == [0, 0, 5]
@@ -113,15 +113,15 @@ async def test_all_mixes_of_echo_and_logprobs() -> None:
     for echo in (False, True):
         for logprobs in (None, 1):
             body = {"prompt": [72, 73], "n": 2, "echo": echo, "logprobs": logprobs}
-            reply = await complete(scripted_frontend("hello"), body)
+            reply = await complete(scripted_text_engine("hello"), body)
             assert len(reply["choices"]) == 2
 
 
 @pytest.mark.parametrize("k", [0, 3])
 async def test_prompt_logprobs(k) -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     body = {"prompt": [72, 290], "prompt_logprobs": k, "echo": True, "logprobs": 1}
-    (choice,) = (await complete(frontend, body))["choices"]
+    (choice,) = (await complete(text_engine, body))["choices"]
     first, second = choice["prompt_logprobs"]
     assert first is None
     assert list(second)[0] == "290"
@@ -129,24 +129,24 @@ async def test_prompt_logprobs(k) -> None:
     assert len(second) == max(k, 1)
     assert len(choice["logprobs"]["top_logprobs"][1]) <= 2
     request = decode(json.dumps({"messages": MESSAGES, "prompt_logprobs": k}).encode(), ChatRequest)
-    reply = to_json(await chat.complete(await chat.prepare(frontend, request)))
+    reply = to_json(await chat.complete(await chat.prepare(text_engine, request)))
     assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
 
 
 async def test_token_ids_are_returned_if_asked_for() -> None:
-    frontend = scripted_frontend("hello é")
-    answer = [*frontend.tokenizer.encode("hello é"), frontend.tokenizer.eos_token_id]
-    reply = await complete(frontend, {"return_token_ids": True, "n": 2})
+    text_engine = scripted_text_engine("hello é")
+    answer = [*text_engine.tokenizer.encode("hello é"), text_engine.tokenizer.eos_token_id]
+    reply = await complete(text_engine, {"return_token_ids": True, "n": 2})
     for choice in reply["choices"]:
         assert choice["token_ids"] == answer
-        assert choice["prompt_token_ids"] == frontend.tokenizer.encode("hello")
+        assert choice["prompt_token_ids"] == text_engine.tokenizer.encode("hello")
     body = {"messages": MESSAGES, "return_token_ids": True}
     request = decode(json.dumps(body).encode(), ChatRequest)
-    reply = to_json(await chat.complete(await chat.prepare(frontend, request)))
-    prompt = frontend.engine.submitted[-1].prompt_token_ids
+    reply = to_json(await chat.complete(await chat.prepare(text_engine, request)))
+    prompt = text_engine.engine.submitted[-1].prompt_token_ids
     assert reply["prompt_token_ids"] == prompt
     assert reply["choices"][0]["token_ids"] == answer
-    job = await chat.prepare(frontend, msgspec.structs.replace(request, stream=True))
+    job = await chat.prepare(text_engine, msgspec.structs.replace(request, stream=True))
     first, *chunks = [to_json(chunk) async for chunk in chat.stream(job)]
     assert first["prompt_token_ids"] == prompt
     assert "prompt_token_ids" not in chunks[0]
@@ -154,16 +154,16 @@ async def test_token_ids_are_returned_if_asked_for() -> None:
 
 
 async def test_tokens_can_be_named_by_their_ids() -> None:
-    frontend = scripted_frontend([33, 34])
+    text_engine = scripted_text_engine([33, 34])
     body = {"logprobs": 1, "return_tokens_as_token_ids": True, "max_tokens": 2, "echo": True}
-    (choice,) = (await complete(frontend, {"prompt": [72, 256]} | body))["choices"]
+    (choice,) = (await complete(text_engine, {"prompt": [72, 256]} | body))["choices"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in (72, 256, 33, 34)]
     assert choice["logprobs"]["top_logprobs"][1].keys() == {"token_id:256", "token_id:255"}
     assert choice["logprobs"]["text_offset"] == [0, 1, 3, 4]
 
 
 async def test_a_prompt_can_be_cut_at_its_beginning() -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     cases = [
         ({"prompt": [1, 2, 3, 4], "truncate_prompt_tokens": 2}, [3, 4]),
         ({"prompt": [1, 2], "truncate_prompt_tokens": 9}, [1, 2]),
@@ -174,30 +174,30 @@ async def test_a_prompt_can_be_cut_at_its_beginning() -> None:
         ),
     ]
     for body, expected in cases:
-        reply = await complete(frontend, body)
-        assert frontend.engine.submitted[-1].prompt_token_ids == expected
+        reply = await complete(text_engine, body)
+        assert text_engine.engine.submitted[-1].prompt_token_ids == expected
         assert reply["usage"]["prompt_tokens"] == len(expected)
     body = {"prompt": "the hello" * 999, "truncate_prompt_tokens": 1, "echo": True}
-    (choice,) = (await complete(frontend, body))["choices"]
+    (choice,) = (await complete(text_engine, body))["choices"]
     assert choice["text"] == "hellohello"
 
 
 async def test_bad_words_are_tokens_with_and_without_a_space() -> None:
-    frontend = scripted_frontend("hello")
-    await complete(frontend, {"bad_words": ["world", "he"], "allowed_token_ids": [5, 6]})
-    params = frontend.engine.submitted[-1].params
-    encode = frontend.tokenizer.encode
+    text_engine = scripted_text_engine("hello")
+    await complete(text_engine, {"bad_words": ["world", "he"], "allowed_token_ids": [5, 6]})
+    params = text_engine.engine.submitted[-1].params
+    encode = text_engine.tokenizer.encode
     expected = ("world", " world", "he", " he")
     assert params.bad_words_token_ids == tuple(tuple(encode(word)) for word in expected)
     assert params.allowed_token_ids == (5, 6)
 
 
 async def test_a_chat_can_echo_what_it_goes_on_from() -> None:
-    frontend = scripted_frontend("llo")
+    text_engine = scripted_text_engine("llo")
     body = {"messages": MESSAGES, "continue_final_message": True, "echo": True}
     request = decode(json.dumps(body).encode(), ChatRequest)
-    reply = await chat.complete(await chat.prepare(frontend, request))
+    reply = await chat.complete(await chat.prepare(text_engine, request))
     assert reply.choices[0].message.content == "hello"
-    job = await chat.prepare(frontend, msgspec.structs.replace(request, stream=True))
+    job = await chat.prepare(text_engine, msgspec.structs.replace(request, stream=True))
     chunks = [chunk async for chunk in chat.stream(job)]
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "hello"

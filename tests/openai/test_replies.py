@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from jaxserve.openai import chat, completions
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -26,30 +26,30 @@ def to_json(value: msgspec.Struct) -> dict[str, Any]:
     return json.loads(msgspec.json.encode(value), parse_constant=pytest.fail)
 
 
-async def complete(frontend, body: dict[str, Any]) -> dict[str, Any]:
+async def complete(text_engine, body: dict[str, Any]) -> dict[str, Any]:
     request = decode(json.dumps({"prompt": "hello"} | body).encode(), CompletionRequest)
-    reply = to_json(await completions.complete(await completions.prepare(frontend, request)))
+    reply = to_json(await completions.complete(await completions.prepare(text_engine, request)))
     OpenAICompletion.model_validate(reply, strict=True)
     return reply
 
 
-async def stream(frontend, body: dict[str, Any]) -> list[dict[str, Any]]:
+async def stream(text_engine, body: dict[str, Any]) -> list[dict[str, Any]]:
     body = {"prompt": "hello", "stream": True} | body
     request = decode(json.dumps(body).encode(), CompletionRequest)
-    job = await completions.prepare(frontend, request)
+    job = await completions.prepare(text_engine, request)
     return [to_json(chunk) async for chunk in completions.stream(job)]
 
 
-async def ask(frontend, body: dict[str, Any]) -> dict[str, Any]:
+async def ask(text_engine, body: dict[str, Any]) -> dict[str, Any]:
     request = decode(json.dumps({"messages": MESSAGES} | body).encode(), ChatRequest)
-    reply = to_json(await chat.complete(await chat.prepare(frontend, request)))
+    reply = to_json(await chat.complete(await chat.prepare(text_engine, request)))
     OpenAIChat.model_validate(reply, strict=True)
     return reply
 
 
-async def ask_stream(frontend, body: dict[str, Any]) -> list[dict[str, Any]]:
+async def ask_stream(text_engine, body: dict[str, Any]) -> list[dict[str, Any]]:
     body = {"messages": MESSAGES, "stream": True} | body
-    job = await chat.prepare(frontend, decode(json.dumps(body).encode(), ChatRequest))
+    job = await chat.prepare(text_engine, decode(json.dumps(body).encode(), ChatRequest))
     chunks = [to_json(chunk) async for chunk in chat.stream(job)]
     for chunk in chunks:
         OpenAIChunk.model_validate(chunk, strict=True)
@@ -61,7 +61,7 @@ def choices_of(chunks: list[dict[str, Any]], index: int = 0) -> list[dict[str, A
 
 
 async def test_a_completion_reply_has_this_form() -> None:
-    reply = await complete(scripted_frontend("he"), {"prompt": [1] * 20})
+    reply = await complete(scripted_text_engine("he"), {"prompt": [1] * 20})
     assert reply.pop("id").startswith("cmpl-")
     assert reply.pop("system_fingerprint").startswith("jaxserve-")
     assert isinstance(reply.pop("created"), int)
@@ -87,7 +87,7 @@ async def test_a_completion_reply_has_this_form() -> None:
 
 
 async def test_a_chat_reply_has_this_form() -> None:
-    reply = await ask(scripted_frontend("he"), {})
+    reply = await ask(scripted_text_engine("he"), {})
     assert reply.pop("id").startswith("chatcmpl-")
     assert reply.pop("system_fingerprint").startswith("jaxserve-")
     assert isinstance(reply.pop("created"), int)
@@ -109,15 +109,15 @@ async def test_a_chat_reply_has_this_form() -> None:
 
 
 async def test_chunks_have_these_bytes() -> None:
-    frontend = scripted_frontend("hello é")
+    text_engine = scripted_text_engine("hello é")
     body = {"prompt": [1, 2], "stop": ["!"], **USAGE}
     job = await completions.prepare(
-        frontend, decode(json.dumps(body).encode(), CompletionRequest), request_id="abc"
+        text_engine, decode(json.dumps(body).encode(), CompletionRequest), request_id="abc"
     )
     got = [msgspec.json.encode(chunk).decode() async for chunk in completions.stream(job)]
     head = (
         f'{{"id":"cmpl-abc","object":"text_completion","created":{job.created},"model":"tiny",'
-        f'"system_fingerprint":"{frontend.fingerprint}","choices":['
+        f'"system_fingerprint":"{text_engine.fingerprint}","choices":['
     )
     tail = '"logprobs":null,"finish_reason":null,"stop_reason":null}]}'
     end = '"logprobs":null,"finish_reason":"stop","stop_reason":null}]}'
@@ -135,15 +135,15 @@ async def test_chunks_have_these_bytes() -> None:
 
 
 async def test_chat_chunks_have_these_bytes() -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     body = {"messages": MESSAGES, "stream": True}
     job = await chat.prepare(
-        frontend, decode(json.dumps(body).encode(), ChatRequest), request_id="abc"
+        text_engine, decode(json.dumps(body).encode(), ChatRequest), request_id="abc"
     )
     got = [msgspec.json.encode(chunk).decode() async for chunk in chat.stream(job)]
     head = (
         f'{{"id":"chatcmpl-abc","object":"chat.completion.chunk","created":{job.created},'
-        f'"model":"tiny","system_fingerprint":"{frontend.fingerprint}","choices":[{{"index":0,'
+        f'"model":"tiny","system_fingerprint":"{text_engine.fingerprint}","choices":[{{"index":0,'
     )
     tail = '"logprobs":null,"finish_reason":null,"stop_reason":null}]}'
     end = '"logprobs":null,"finish_reason":"stop","stop_reason":null}]}'
@@ -162,16 +162,16 @@ TEXTS = ["hello world", "é🔥x in", "end in the\nUs", "<think>a</think>b"]
 @pytest.mark.parametrize("top", [None, 0, 3])
 async def test_a_stream_says_what_the_whole_reply_says(tokens_per_output, stop, top) -> None:
     for text in TEXTS:
-        frontend = scripted_frontend(text, tokens_per_output=tokens_per_output)
+        text_engine = scripted_text_engine(text, tokens_per_output=tokens_per_output)
         body = {"stop": stop, "temperature": 0}
-        whole = await complete(frontend, body | {"logprobs": top})
-        chunks = await stream(frontend, body | {"logprobs": top} | USAGE)
+        whole = await complete(text_engine, body | {"logprobs": top})
+        chunks = await stream(text_engine, body | {"logprobs": top} | USAGE)
         assert_same(whole["choices"][0], choices_of(chunks), lambda c: c["text"])
         assert chunks[-1] == chunks[-1] | {"choices": [], "usage": whole["usage"]}
 
         logprobs = {} if top is None else {"logprobs": True, "top_logprobs": top}
-        whole = await ask(frontend, body | logprobs)
-        chunks = await ask_stream(frontend, body | logprobs | USAGE)
+        whole = await ask(text_engine, body | logprobs)
+        chunks = await ask_stream(text_engine, body | logprobs | USAGE)
         whole["choices"][0]["text"] = whole["choices"][0]["message"]["content"]
         assert_same(
             whole["choices"][0], choices_of(chunks), lambda c: c["delta"].get("content", "")
@@ -194,7 +194,7 @@ def assert_same(whole: dict[str, Any], pieces: list[dict[str, Any]], text) -> No
 
 async def test_everything_else_is_the_same_in_all_chunks() -> None:
     for run in (stream, ask_stream):
-        chunks = await run(scripted_frontend("hello world"), USAGE | {"n": 2})
+        chunks = await run(scripted_text_engine("hello world"), USAGE | {"n": 2})
         for key in ("id", "created", "model", "object", "system_fingerprint"):
             assert len({chunk[key] for chunk in chunks}) == 1
         for choice in (c for chunk in chunks for c in chunk["choices"]):
@@ -207,28 +207,28 @@ async def test_everything_else_is_the_same_in_all_chunks() -> None:
     "options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": None}}]
 )
 async def test_no_usage_unless_asked(run, options) -> None:
-    chunks = await run(scripted_frontend("hello"), options)
+    chunks = await run(scripted_text_engine("hello"), options)
     assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
     alone = {"stream_options": {"continuous_usage_stats": True}}
-    assert all("usage" not in chunk for chunk in await run(scripted_frontend("hello"), alone))
+    assert all("usage" not in chunk for chunk in await run(scripted_text_engine("hello"), alone))
 
 
 @pytest.mark.parametrize("run", [stream, ask_stream])
 async def test_running_usage_counts_tokens(run) -> None:
-    chunks = await run(scripted_frontend("hello 🔥 world"), LIVE_USAGE)
+    chunks = await run(scripted_text_engine("hello 🔥 world"), LIVE_USAGE)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert (
         counts[-1]
         == counts[-2]
-        == len(scripted_frontend("").tokenizer.encode("hello 🔥 world")) + 1
+        == len(scripted_text_engine("").tokenizer.encode("hello 🔥 world")) + 1
     )
     if run is ask_stream:
         assert counts[0] == 0
 
 
 async def test_the_role_comes_once_for_each_answer() -> None:
-    chunks = await ask_stream(scripted_frontend("hello", "he"), {"n": 2})
+    chunks = await ask_stream(scripted_text_engine("hello", "he"), {"n": 2})
     for index in range(2):
         deltas = [c["delta"] for c in choices_of(chunks, index)]
         assert deltas[0] == {"role": "assistant", "content": ""}
@@ -237,18 +237,18 @@ async def test_the_role_comes_once_for_each_answer() -> None:
 
 @pytest.mark.parametrize("stream_it", [False, True])
 async def test_batches_and_n_keep_their_order(stream_it) -> None:
-    frontend = scripted_frontend("hello in the world", "he", "or", "in the")
+    text_engine = scripted_text_engine("hello in the world", "he", "or", "in the")
     body = {"prompt": [[1] * 20, [8] * 40], "n": 2, "seed": 5, "max_tokens": 40}
     expected = ["hello in the world", "he", "or", "in the"]
     if stream_it:
-        chunks = await stream(frontend, body | USAGE)
+        chunks = await stream(text_engine, body | USAGE)
         assert all(len(chunk["choices"]) == 1 for chunk in chunks[:-1])
         texts = ["".join(c["text"] for c in choices_of(chunks, i)) for i in range(4)]
         ends = [[c for c in choices_of(chunks, i) if c["finish_reason"]] for i in range(4)]
         assert [len(e) for e in ends] == [1, 1, 1, 1]
         usage = chunks[-1]["usage"]
     else:
-        reply = await complete(frontend, body)
+        reply = await complete(text_engine, body)
         assert [c["index"] for c in reply["choices"]] == [0, 1, 2, 3]
         texts, usage = [c["text"] for c in reply["choices"]], reply["usage"]
     assert texts == expected
@@ -264,21 +264,21 @@ async def test_echo_puts_the_prompt_first_once_for_each_answer() -> None:
     for prompt, shown in (("hello ", "hello "), (["in", "or "], None), ([[256, 264]], "he world")):
         for n in (1, 2):
             body = {"prompt": prompt, "echo": True, "n": n}
-            whole = await complete(scripted_frontend("world"), body)
-            chunks = await stream(scripted_frontend("world"), body)
+            whole = await complete(scripted_text_engine("world"), body)
+            chunks = await stream(scripted_text_engine("world"), body)
             for i, choice in enumerate(whole["choices"]):
                 echoed = shown if shown is not None else prompt[i // n]
                 assert choice["text"] == echoed + "world"
                 assert "".join(c["text"] for c in choices_of(chunks, i)) == choice["text"]
     searched = {"prompt": "Q: a STOP b", "stop": ["STOP"], "echo": True, "max_tokens": 4}
-    assert (await complete(scripted_frontend("in"), searched))["choices"][0][
+    assert (await complete(scripted_text_engine("in"), searched))["choices"][0][
         "finish_reason"
     ] == "stop"
 
 
 async def test_logprobs_of_completions() -> None:
-    frontend = scripted_frontend("hello é")
-    top5 = (await complete(frontend, {"logprobs": 5}))["choices"][0]["logprobs"]
+    text_engine = scripted_text_engine("hello é")
+    top5 = (await complete(text_engine, {"logprobs": 5}))["choices"][0]["logprobs"]
     hello, world = "hello", "é".encode()
     assert top5["tokens"] == [hello, " ", f"\\x{world[0]:x}", f"\\x{world[1]:x}", "<|im_end|>"]
     assert top5["text_offset"] == [0, 5, 6, 10, 14]
@@ -288,14 +288,14 @@ async def test_logprobs_of_completions() -> None:
         assert top[token] == logprob
         assert len(top) in (5, 6)
         assert min(top.values()) == -9999.0
-    top0 = (await complete(frontend, {"logprobs": 0}))["choices"][0]["logprobs"]
+    top0 = (await complete(text_engine, {"logprobs": 0}))["choices"][0]["logprobs"]
     assert [len(top) for top in top0["top_logprobs"]] == [1] * 5
 
 
 @pytest.mark.parametrize("top", [0, 1, 5])
 async def test_logprobs_of_chats(top) -> None:
-    frontend = scripted_frontend("🔥ok")
-    reply = await ask(frontend, {"logprobs": True, "top_logprobs": top})
+    text_engine = scripted_text_engine("🔥ok")
+    reply = await ask(text_engine, {"logprobs": True, "top_logprobs": top})
     content = reply["choices"][0]["logprobs"]["content"]
     assert len(content) == reply["usage"]["completion_tokens"] == 7
     assert bytes(b for entry in content[:-1] for b in entry["bytes"]).decode() == "🔥ok"
@@ -303,24 +303,24 @@ async def test_logprobs_of_chats(top) -> None:
     for entry in content:
         assert len(entry["top_logprobs"]) == top
         assert all(e["logprob"] >= -9999.0 for e in entry["top_logprobs"])
-    same = await ask(frontend, {"logprobs": True, "top_logprobs": None})
+    same = await ask(text_engine, {"logprobs": True, "top_logprobs": None})
     assert len(same["choices"][0]["logprobs"]["content"]) == 7
-    assert (await ask(frontend, {"logprobs": False}))["choices"][0]["logprobs"] is None
+    assert (await ask(text_engine, {"logprobs": False}))["choices"][0]["logprobs"] is None
 
 
 async def test_tokens_that_look_the_same_do_not_hide_the_sampled_one() -> None:
     # Ids from 272 on are no tokens; all have the empty text.
-    frontend = scripted_frontend([290])
-    reply = await complete(frontend, {"logprobs": 4})
+    text_engine = scripted_text_engine([290])
+    reply = await complete(text_engine, {"logprobs": 4})
     logprobs = reply["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"][0] == {"": logprobs["token_logprobs"][0]}
 
 
 async def test_special_tokens_show_only_if_asked_and_added_ones_always() -> None:
-    frontend = scripted_frontend([97, 268, 270, 98])
-    hidden = (await complete(frontend, {"stop_token_ids": [98]}))["choices"][0]["text"]
-    shown = await complete(frontend, {"skip_special_tokens": False, "stop_token_ids": [98]})
-    text = frontend.tokenizer.decode([97, 268, 270], skip_special_tokens=False)
+    text_engine = scripted_text_engine([97, 268, 270, 98])
+    hidden = (await complete(text_engine, {"stop_token_ids": [98]}))["choices"][0]["text"]
+    shown = await complete(text_engine, {"skip_special_tokens": False, "stop_token_ids": [98]})
+    text = text_engine.tokenizer.decode([97, 268, 270], skip_special_tokens=False)
     assert shown["choices"][0]["text"] == text
     assert hidden == text.replace("<|im_start|>", "")
 
@@ -330,16 +330,16 @@ async def test_without_text_there_are_ids_only(tokens_per_output) -> None:
     plain = {"detokenize": False, "return_token_ids": True}
     template = "{{ messages[0].content }}{# <tool_call> <think> #}"
     for run, run_stream in ((complete, stream), (ask, ask_stream)):
-        frontend = scripted_frontend(
+        text_engine = scripted_text_engine(
             "<think>hello</think> world",
             tokens_per_output=tokens_per_output,
             chat_template=template,
         )
-        (choice,) = (await run(frontend, plain))["choices"]
-        ids = [*frontend.tokenizer.encode("<think>hello</think> world")]
-        assert choice["token_ids"] == [*ids, frontend.tokenizer.eos_token_id]
+        (choice,) = (await run(text_engine, plain))["choices"]
+        ids = [*text_engine.tokenizer.encode("<think>hello</think> world")]
+        assert choice["token_ids"] == [*ids, text_engine.tokenizer.eos_token_id]
         assert choice["finish_reason"] == "stop"
         assert (choice.get("text") or choice.get("message", {}).get("content") or "") == ""
-        pieces = choices_of(await run_stream(frontend, plain))
+        pieces = choices_of(await run_stream(text_engine, plain))
         assert [i for piece in pieces for i in piece.get("token_ids", [])] == choice["token_ids"]
         assert not any(p.get("text") or p.get("delta", {}).get("content") for p in pieces)

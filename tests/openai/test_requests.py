@@ -8,26 +8,26 @@ import pytest
 
 from jaxserve.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from jaxserve.front.generation_defaults import GenerationDefaults
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai import chat, completions
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-async def complete(frontend: Frontend, body: dict[str, Any] | bytes):
+async def complete(text_engine: TextEngine, body: dict[str, Any] | bytes):
     data = body if isinstance(body, bytes) else json.dumps({"prompt": "hello"} | body).encode()
     return await completions.complete(
-        await completions.prepare(frontend, decode(data, CompletionRequest))
+        await completions.prepare(text_engine, decode(data, CompletionRequest))
     )
 
 
-async def ask(frontend: Frontend, body: dict[str, Any] | bytes):
+async def ask(text_engine: TextEngine, body: dict[str, Any] | bytes):
     data = body if isinstance(body, bytes) else json.dumps({"messages": MESSAGES} | body).encode()
-    return await chat.complete(await chat.prepare(frontend, decode(data, ChatRequest)))
+    return await chat.complete(await chat.prepare(text_engine, decode(data, ChatRequest)))
 
 
 BAD_SAMPLING = [
@@ -114,15 +114,15 @@ BAD_SAMPLING = [
 
 @pytest.mark.parametrize(("body", "param"), BAD_SAMPLING)
 async def test_bad_sampling_fields_are_named_on_both_endpoints(body, param) -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     for run in (complete, ask):
         with pytest.raises(InvalidRequestError) as caught:
-            await run(frontend, body)
+            await run(text_engine, body)
         assert caught.value.param == param
         assert caught.value.message
         assert len(caught.value.message) < 500
-    assert frontend.engine.submitted == []
-    assert (await complete(frontend, {})).choices[0].text == "hello"
+    assert text_engine.engine.submitted == []
+    assert (await complete(text_engine, {})).choices[0].text == "hello"
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ async def test_bad_sampling_fields_are_named_on_both_endpoints(body, param) -> N
     ],
 )
 async def test_bad_completion_fields(body, param) -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     with pytest.raises(InvalidRequestError) as caught:
-        await complete(frontend, body)
+        await complete(text_engine, body)
     assert caught.value.param == param
-    assert frontend.engine.submitted == []
+    assert text_engine.engine.submitted == []
 
 
 @pytest.mark.parametrize(
@@ -239,11 +239,11 @@ async def test_bad_completion_fields(body, param) -> None:
     ],
 )
 async def test_bad_chat_fields(body, param) -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     with pytest.raises(InvalidRequestError) as caught:
-        await ask(frontend, body)
+        await ask(text_engine, body)
     assert caught.value.param == param
-    assert frontend.engine.submitted == []
+    assert text_engine.engine.submitted == []
 
 
 @pytest.mark.parametrize(
@@ -289,20 +289,20 @@ NULLS = dict.fromkeys(
 
 
 async def test_null_is_the_same_as_absent() -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     body = {key: value for key, value in NULLS.items() if key not in ("prompt", "messages")}
-    await complete(frontend, {})
-    await complete(frontend, body)
-    await ask(frontend, {})
-    await ask(frontend, body)
-    sent = [s.params for s in frontend.engine.submitted]
+    await complete(text_engine, {})
+    await complete(text_engine, body)
+    await ask(text_engine, {})
+    await ask(text_engine, body)
+    sent = [s.params for s in text_engine.engine.submitted]
     unseeded = [msgspec.structs.replace(params, seed=0) for params in sent]
     assert unseeded[0] == unseeded[1]
     assert unseeded[2] == unseeded[3]
 
 
 async def test_values_that_ask_for_nothing_and_unknown_fields_are_taken() -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     body = {
         "tools": [],
         "tool_choice": "none",
@@ -323,12 +323,12 @@ async def test_values_that_ask_for_nothing_and_unknown_fields_are_taken() -> Non
         "reasoning_effort": "low",
         "no_such_field": {"deep": [1, {"er": None}]},
     }
-    assert (await complete(frontend, body)).choices[0].text == "hello"
-    assert (await ask(frontend, body)).choices[0].message.content == "hello"
+    assert (await complete(text_engine, body)).choices[0].text == "hello"
+    assert (await ask(text_engine, body)).choices[0].message.content == "hello"
 
 
 async def test_fields_reach_the_engine() -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     body = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -354,16 +354,16 @@ async def test_fields_reach_the_engine() -> None:
         logit_bias={7: 3.0, 8: -500.0},
         stop_token_ids=(4,),
     )
-    await complete(frontend, body | {"logprobs": 2})
-    await ask(frontend, body | {"logprobs": True, "top_logprobs": 2})
-    for submit in frontend.engine.submitted:
+    await complete(text_engine, body | {"logprobs": 2})
+    await ask(text_engine, body | {"logprobs": True, "top_logprobs": 2})
+    for submit in text_engine.engine.submitted:
         assert submit.params == msgspec.structs.replace(expected, logprobs=2)
         assert submit.priority == -3
         assert submit.cache_salt == "salt"
 
 
 async def test_length_of_an_answer() -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     cases: list[tuple[Any, dict[str, Any], int]] = [
         (complete, {"prompt": [1] * 6}, 16),
         (complete, {"prompt": [1] * 250}, 6),
@@ -374,71 +374,71 @@ async def test_length_of_an_answer() -> None:
         (ask, {"max_tokens": 9}, 9),
     ]
     for run, body, expected in cases:
-        await run(frontend, body)
-        assert frontend.engine.submitted[-1].params.max_tokens == expected
-    await ask(frontend, {})
-    submit = frontend.engine.submitted[-1]
+        await run(text_engine, body)
+        assert text_engine.engine.submitted[-1].params.max_tokens == expected
+    await ask(text_engine, {})
+    submit = text_engine.engine.submitted[-1]
     assert submit.params.max_tokens == 256 - len(submit.prompt_token_ids)
 
 
 async def test_defaults_of_the_model_give_way_to_the_request() -> None:
     defaults = GenerationDefaults({"temperature": 0.1, "top_k": 1, "repetition_penalty": 1.2}, 30)
-    frontend = scripted_frontend("hello", defaults=defaults)
-    await ask(frontend, {})
-    params = frontend.engine.submitted[-1].params
+    text_engine = scripted_text_engine("hello", defaults=defaults)
+    await ask(text_engine, {})
+    params = text_engine.engine.submitted[-1].params
     assert (params.temperature, params.top_k, params.repetition_penalty) == (0.1, 1, 1.2)
     assert params.max_tokens == 30
-    await ask(frontend, {"temperature": 1.5, "top_k": -1, "max_tokens": 50})
-    params = frontend.engine.submitted[-1].params
+    await ask(text_engine, {"temperature": 1.5, "top_k": -1, "max_tokens": 50})
+    params = text_engine.engine.submitted[-1].params
     assert (params.temperature, params.top_k, params.max_tokens) == (1.5, 0, 50)
 
 
 async def test_prompt_forms() -> None:
-    frontend = scripted_frontend("hello")
-    hello = frontend.tokenizer.encode("hello")
+    text_engine = scripted_text_engine("hello")
+    hello = text_engine.tokenizer.encode("hello")
     cases = [
         ("hello", [hello]),
-        (["hello", "he"], [hello, frontend.tokenizer.encode("he")]),
+        (["hello", "he"], [hello, text_engine.tokenizer.encode("he")]),
         ([5, 6, 7], [[5, 6, 7]]),
         ([[5, 6], [7]], [[5, 6], [7]]),
     ]
     for prompt, expected in cases:
-        frontend.engine.submitted.clear()
-        reply = await complete(frontend, {"prompt": prompt})
-        assert sorted(s.prompt_token_ids for s in frontend.engine.submitted) == sorted(expected)
+        text_engine.engine.submitted.clear()
+        reply = await complete(text_engine, {"prompt": prompt})
+        assert sorted(s.prompt_token_ids for s in text_engine.engine.submitted) == sorted(expected)
         assert reply.usage.prompt_tokens == sum(map(len, expected))
 
 
-async def rendered(frontend: Frontend, body: dict[str, Any]) -> str:
-    await ask(frontend, body)
-    ids = frontend.engine.submitted[-1].prompt_token_ids
-    return frontend.tokenizer.decode(ids, skip_special_tokens=False)
+async def rendered(text_engine: TextEngine, body: dict[str, Any]) -> str:
+    await ask(text_engine, body)
+    ids = text_engine.engine.submitted[-1].prompt_token_ids
+    return text_engine.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 async def test_messages_are_rendered_with_the_template() -> None:
-    frontend = scripted_frontend("hello")
-    plain = await rendered(frontend, {})
+    text_engine = scripted_text_engine("hello")
+    plain = await rendered(text_engine, {})
     assert plain == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     text_part = {"type": "text", "text": "hello"}
     parts = [{"role": "user", "content": [text_part], "name": "me", "unknown": 1}]
-    assert await rendered(frontend, {"messages": parts}) == plain
-    bare = await rendered(frontend, {"add_generation_prompt": False})
+    assert await rendered(text_engine, {"messages": parts}) == plain
+    bare = await rendered(text_engine, {"add_generation_prompt": False})
     assert bare == "<|im_start|>user\nhello<|im_end|>\n"
     several = [{"role": "user", "content": [text_part, {"type": "text", "text": ""}, text_part]}]
-    assert "user\nhello\n\nhello<" in await rendered(frontend, {"messages": several})
+    assert "user\nhello\n\nhello<" in await rendered(text_engine, {"messages": several})
     empty = [{"role": "system", "content": []}, {"role": "assistant", "content": None}, *MESSAGES]
     assert "system\n<|im_end|>\n<|im_start|>assistant\n<" in await rendered(
-        frontend, {"messages": empty}
+        text_engine, {"messages": empty}
     )
 
 
 async def test_a_developer_is_a_system_unless_the_template_knows_the_role() -> None:
     messages = [{"role": "developer", "content": "d"}, *MESSAGES]
-    frontend = scripted_frontend("hello")
-    assert "<|im_start|>system\nd" in await rendered(frontend, {"messages": messages})
+    text_engine = scripted_text_engine("hello")
+    assert "<|im_start|>system\nd" in await rendered(text_engine, {"messages": messages})
     knows = "{# developer #}{% for m in messages %}{{ m.role }}:{% endfor %}"
-    frontend = scripted_frontend("hello", chat_template=knows)
-    assert await rendered(frontend, {"messages": messages}) == "developer:user:"
+    text_engine = scripted_text_engine("hello", chat_template=knows)
+    assert await rendered(text_engine, {"messages": messages}) == "developer:user:"
 
 
 @pytest.mark.parametrize("text", ["OK! ", "OK!\n", "", " x", "hello hello", "<|im_end|>"])
@@ -449,9 +449,9 @@ async def test_an_answer_can_be_continued(text, trims) -> None:
         if trims
         else "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
     )
-    frontend = scripted_frontend("hello", chat_template=template)
+    text_engine = scripted_text_engine("hello", chat_template=template)
     messages = [*MESSAGES, {"role": "assistant", "content": text}]
-    prompt = await rendered(frontend, {"messages": messages, "continue_final_message": True})
+    prompt = await rendered(text_engine, {"messages": messages, "continue_final_message": True})
     shown = text.lstrip() if trims else text
     assert prompt == "[user]hello</s>[assistant]" + shown
 
@@ -461,54 +461,56 @@ async def test_tool_calls_of_the_past_reach_the_template_as_objects() -> None:
         "{% for m in messages %}{% for c in m.tool_calls or [] %}"
         "{{ c.function.arguments.x + 1 }}{% endfor %}({{ m.content }}){% endfor %}"
     )
-    frontend = scripted_frontend("hello", chat_template=template)
+    text_engine = scripted_text_engine("hello", chat_template=template)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 41}'}}
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "42"},
     ]
-    assert await rendered(frontend, {"messages": messages}) == "42()(42)"
+    assert await rendered(text_engine, {"messages": messages}) == "42()(42)"
 
 
 async def test_variables_for_the_template() -> None:
     template = "{{ mode }}{{ reasoning_effort }}{{ messages|length }}"
-    frontend = scripted_frontend("hello", chat_template=template)
+    text_engine = scripted_text_engine("hello", chat_template=template)
     body = {"chat_template_kwargs": {"mode": "m"}, "reasoning_effort": "high"}
-    assert await rendered(frontend, body) == "mhigh1"
+    assert await rendered(text_engine, body) == "mhigh1"
 
 
 async def test_variables_of_the_server_give_way_to_the_request() -> None:
     variables = {"mode": "server", "other": 1}
     template = "{{ mode }}{{ other }}"
-    frontend = scripted_frontend("hello", chat_template=template, template_variables=variables)
-    assert await rendered(frontend, {}) == "server1"
-    assert await rendered(frontend, {"chat_template_kwargs": {"mode": "own"}}) == "own1"
+    text_engine = scripted_text_engine(
+        "hello", chat_template=template, template_variables=variables
+    )
+    assert await rendered(text_engine, {}) == "server1"
+    assert await rendered(text_engine, {"chat_template_kwargs": {"mode": "own"}}) == "own1"
 
 
 async def test_a_template_that_refuses_or_is_missing() -> None:
     template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(InvalidRequestError, match="System role not supported"):
-        await ask(scripted_frontend("hello", chat_template=template), {})
+        await ask(scripted_text_engine("hello", chat_template=template), {})
     with pytest.raises(InvalidRequestError, match="is empty") as caught:
-        await ask(scripted_frontend("hello", chat_template="{# nothing #}"), {})
+        await ask(scripted_text_engine("hello", chat_template="{# nothing #}"), {})
     assert caught.value.param == "messages"
-    frontend = scripted_frontend("hello")
-    frontend.chat_template = None
+    text_engine = scripted_text_engine("hello")
+    text_engine.chat_template = None
     with pytest.raises(InvalidRequestError, match="--chat-template"):
-        await ask(frontend, {})
-    assert (await complete(frontend, {})).choices[0].text == "hello"
+        await ask(text_engine, {})
+    assert (await complete(text_engine, {})).choices[0].text == "hello"
 
 
 async def test_models_and_lengths_that_are_not_served() -> None:
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     for run in (complete, ask):
         with pytest.raises(UnknownModelError):
-            await run(frontend, {"model": "nope"})
-        assert (await run(frontend, {"model": ""})).model == "tiny"
-        assert (await run(frontend, {"model": "tiny"})).model == "tiny"
+            await run(text_engine, {"model": "nope"})
+        assert (await run(text_engine, {"model": ""})).model == "tiny"
+        assert (await run(text_engine, {"model": "tiny"})).model == "tiny"
     with pytest.raises(ContextLengthError):
-        await complete(frontend, {"prompt": [1] * 300})
+        await complete(text_engine, {"prompt": [1] * 300})
     long = [{"role": "user", "content": "hello " * 300}]
     with pytest.raises(ContextLengthError) as caught:
-        await ask(frontend, {"messages": long})
+        await ask(text_engine, {"messages": long})
     assert caught.value.param == "messages"

@@ -10,11 +10,11 @@ from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai import responses
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.responses_protocol import ResponsesRequest
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 TEMPLATE = (
     "{% for t in tools or [] %}tool {{ t.function.name }}\n{% endfor %}"
@@ -30,8 +30,8 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
-def make(answer: str, **options: Any) -> Frontend:
-    return scripted_frontend(answer, **({"chat_template": TEMPLATE} | options))
+def make(answer: str, **options: Any) -> TextEngine:
+    return scripted_text_engine(answer, **({"chat_template": TEMPLATE} | options))
 
 
 def request_of(body: dict[str, Any]) -> ResponsesRequest:
@@ -52,19 +52,19 @@ def without_ids(value: Any) -> Any:
     return value
 
 
-async def ask(frontend: Frontend, body: dict[str, Any]) -> dict[str, Any]:
+async def ask(text_engine: TextEngine, body: dict[str, Any]) -> dict[str, Any]:
     """The whole reply, which must be what the stream comes to."""
     request = request_of(body)
-    reply = plain(await responses.complete(await responses.prepare(frontend, request)))
+    reply = plain(await responses.complete(await responses.prepare(text_engine, request)))
     OpenAIResponse.model_validate(reply, strict=True)
-    events = await stream(frontend, body)
+    events = await stream(text_engine, body)
     assert without_ids(events[-1]["response"]) == without_ids(reply)
     return reply
 
 
-async def stream(frontend: Frontend, body: dict[str, Any]) -> list[dict[str, Any]]:
+async def stream(text_engine: TextEngine, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events, checked for order and for what they build."""
-    prepared = await responses.prepare(frontend, request_of(body | {"stream": True}))
+    prepared = await responses.prepare(text_engine, request_of(body | {"stream": True}))
     events = [plain(event) async for event in responses.stream(prepared)]
     for event in events:
         EVENT.validate_python(event, strict=True)
@@ -144,8 +144,8 @@ async def test_a_reply_has_this_form() -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 100])
 async def test_reasoning_text_and_calls_are_items(size) -> None:
-    frontend = make(f"<think>hmm</think>hello {CALL}{CALL}", tokens_per_output=size)
-    reply = await ask(frontend, {"tools": [TOOL, {"type": "web_search"}]})
+    text_engine = make(f"<think>hmm</think>hello {CALL}{CALL}", tokens_per_output=size)
+    reply = await ask(text_engine, {"tools": [TOOL, {"type": "web_search"}]})
     thought, message, first, second = reply["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "hmm"}]
     assert message["content"][0]["text"] == "hello"
@@ -162,10 +162,10 @@ async def test_tools_and_a_format_go_together() -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     body = {"tools": [TOOL], "text": {"format": form}}
     for answer, kind in ((CALL, "function_call"), ('{"a": 1}', "message")):
-        frontend = make("<think>hmm</think>" + answer)
-        reply = await ask(frontend, body)
+        text_engine = make("<think>hmm</think>" + answer)
+        reply = await ask(text_engine, body)
         assert [item["type"] for item in reply["output"]] == ["reasoning", kind]
-        grammar = frontend.engine.submitted[-1].params.grammar
+        grammar = text_engine.engine.submitted[-1].params.grammar
         assert json.loads(grammar.spec) == form["schema"]
         assert "(@answer | calls)" in grammar.frame
 
@@ -198,10 +198,10 @@ async def test_logprobs_come_with_their_text() -> None:
         assert {len(e["top_logprobs"]) for e in entries} == {body.get("top_logprobs", 0)}
 
 
-async def rendered(frontend: Frontend, body: dict[str, Any]) -> list[str]:
-    await responses.complete(await responses.prepare(frontend, request_of(body)))
-    ids = frontend.engine.submitted[-1].prompt_token_ids
-    return frontend.tokenizer.decode(ids).splitlines()
+async def rendered(text_engine: TextEngine, body: dict[str, Any]) -> list[str]:
+    await responses.complete(await responses.prepare(text_engine, request_of(body)))
+    ids = text_engine.engine.submitted[-1].prompt_token_ids
+    return text_engine.tokenizer.decode(ids).splitlines()
 
 
 async def test_items_become_messages() -> None:
@@ -224,8 +224,8 @@ async def test_items_become_messages() -> None:
             "output": [{"type": "input_text", "text": "two"}],
         },
     ]
-    frontend = make("hello")
-    assert await rendered(frontend, {"input": items, "instructions": "i", "tools": [TOOL]}) == [
+    text_engine = make("hello")
+    assert await rendered(text_engine, {"input": items, "instructions": "i", "tools": [TOOL]}) == [
         "tool f",
         "system: i",
         "",
@@ -235,8 +235,8 @@ async def test_items_become_messages() -> None:
         "tool: one <- c1",
         "tool: two <- c2",
     ]
-    assert await rendered(frontend, {"instructions": "i"}) == ["system: i", "user: hello"]
-    assert await rendered(frontend, {"tools": [TOOL], "tool_choice": "none"}) == ["user: hello"]
+    assert await rendered(text_engine, {"instructions": "i"}) == ["system: i", "user: hello"]
+    assert await rendered(text_engine, {"tools": [TOOL], "tool_choice": "none"}) == ["user: hello"]
 
 
 @pytest.mark.parametrize(
@@ -273,17 +273,17 @@ async def test_items_become_messages() -> None:
     ],
 )
 async def test_what_is_refused(body, param) -> None:
-    frontend = make("hello")
+    text_engine = make("hello")
     with pytest.raises(InvalidRequestError) as caught:
-        await responses.prepare(frontend, request_of(body))
+        await responses.prepare(text_engine, request_of(body))
     assert caught.value.param == param
-    assert frontend.engine.submitted == []
+    assert text_engine.engine.submitted == []
 
 
 async def test_an_error_on_the_way_is_the_last_event() -> None:
-    frontend = make("hello world")
-    frontend.engine.fail_after = 1
-    prepared = await responses.prepare(frontend, request_of({}))
+    text_engine = make("hello world")
+    text_engine.engine.fail_after = 1
+    prepared = await responses.prepare(text_engine, request_of({}))
     events = [plain(event) async for event in responses.stream(prepared)]
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["status"] == "failed"

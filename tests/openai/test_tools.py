@@ -10,11 +10,11 @@ from openai.types.chat import ChatCompletion as OpenAIChat
 from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.front.text_engine import Frontend
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai import chat
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.protocol import ChatRequest
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.text.tokenizer import Pieces
 
 TEMPLATE = (
@@ -38,18 +38,18 @@ CALL_TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 BODY = {"messages": [{"role": "user", "content": "hello"}], "tools": [WEATHER, TIME]}
 
 
-def make(answer: str, **options: Any) -> Frontend:
-    return scripted_frontend(answer, **{"chat_template": TEMPLATE} | options)
+def make(answer: str, **options: Any) -> TextEngine:
+    return scripted_text_engine(answer, **{"chat_template": TEMPLATE} | options)
 
 
-async def ask(frontend: Frontend, body: dict[str, Any]) -> dict[str, Any]:
+async def ask(text_engine: TextEngine, body: dict[str, Any]) -> dict[str, Any]:
     """The reply, which must be what the stream comes to. Ids of calls are checked and left out."""
     request = decode(json.dumps(BODY | body).encode(), ChatRequest)
     reply = json.loads(
-        msgspec.json.encode(await chat.complete(await chat.prepare(frontend, request)))
+        msgspec.json.encode(await chat.complete(await chat.prepare(text_engine, request)))
     )
     OpenAIChat.model_validate(reply, strict=True)
-    streamed = await stream(frontend, body)
+    streamed = await stream(text_engine, body)
     assert len(streamed) == len(reply["choices"])
     for choice, other in zip(reply["choices"], streamed, strict=True):
         message = choice["message"]
@@ -64,9 +64,9 @@ async def ask(frontend: Frontend, body: dict[str, Any]) -> dict[str, Any]:
     return reply["choices"][0]
 
 
-async def stream(frontend: Frontend, body: dict[str, Any]) -> list[dict[str, Any]]:
+async def stream(text_engine: TextEngine, body: dict[str, Any]) -> list[dict[str, Any]]:
     request = decode(json.dumps(BODY | body | {"stream": True}).encode(), ChatRequest)
-    job = await chat.prepare(frontend, request)
+    job = await chat.prepare(text_engine, request)
     answers: dict[int, dict[str, Any]] = {}
     sdk = ChatCompletionStreamState()
     async for chunk in chat.stream(job):
@@ -113,8 +113,8 @@ def read_delta(answer: dict[str, Any], delta: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 async def test_calls_are_read(size) -> None:
-    frontend = make(f"Let me see. {CALL}\n{CALL_TIME}", tokens_per_output=size)
-    choice = await ask(frontend, {"logprobs": True, "n": 2})
+    text_engine = make(f"Let me see. {CALL}\n{CALL_TIME}", tokens_per_output=size)
+    choice = await ask(text_engine, {"logprobs": True, "n": 2})
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Let me see."
     calls = [call["function"] for call in choice["message"]["tool_calls"]]
@@ -173,13 +173,13 @@ async def test_stop_texts_end_content_and_leave_calls_alone() -> None:
 
 
 async def test_tools_are_shown_to_the_model_unless_it_may_not_call() -> None:
-    frontend = make(CALL)
+    text_engine = make(CALL)
     for choice, shown in (("auto", True), (None, True), ("none", False)):
-        await ask(frontend, {"tool_choice": choice})
-        ids = frontend.engine.submitted[-1].prompt_token_ids
-        prompt = frontend.tokenizer.decode(ids)
+        await ask(text_engine, {"tool_choice": choice})
+        ids = text_engine.engine.submitted[-1].prompt_token_ids
+        prompt = text_engine.tokenizer.decode(ids)
         assert prompt.startswith("tools:weather:time") is shown
-    reply = await ask(frontend, {"tool_choice": "none"})
+    reply = await ask(text_engine, {"tool_choice": "none"})
     assert reply["message"]["content"] == CALL
     assert reply["finish_reason"] == "stop"
 
@@ -187,19 +187,19 @@ async def test_tools_are_shown_to_the_model_unless_it_may_not_call() -> None:
 @pytest.mark.parametrize("tools", [None, []])
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
 async def test_no_tools(tools, choice) -> None:
-    frontend = make(CALL)
-    reply = await ask(frontend, {"tools": tools, "tool_choice": choice})
+    text_engine = make(CALL)
+    reply = await ask(text_engine, {"tools": tools, "tool_choice": choice})
     assert reply["message"]["content"] == CALL
-    ids = frontend.engine.submitted[-1].prompt_token_ids
-    assert frontend.tokenizer.decode(ids).startswith("user")
+    ids = text_engine.engine.submitted[-1].prompt_token_ids
+    assert text_engine.tokenizer.decode(ids).startswith("user")
 
 
 async def test_a_model_without_a_form_for_calls_has_no_tools() -> None:
-    frontend = make("hello", tool_call_parser="none")
+    text_engine = make("hello", tool_call_parser="none")
     with pytest.raises(InvalidRequestError, match="--tool-call-parser") as caught:
-        await ask(frontend, {})
+        await ask(text_engine, {})
     assert caught.value.param == "tools"
-    assert (await ask(frontend, {"tool_choice": "none"}))["message"]["content"] == "hello"
+    assert (await ask(text_engine, {"tool_choice": "none"}))["message"]["content"] == "hello"
     with pytest.raises(ConfigError, match="hermes"):
         make("hello", tool_call_parser="nope")
     with pytest.raises(ConfigError, match="qwen3"):
@@ -207,9 +207,11 @@ async def test_a_model_without_a_form_for_calls_has_no_tools() -> None:
 
 
 async def test_ids_are_of_the_form_that_the_template_takes() -> None:
-    frontend = make('[TOOL_CALLS][{"name": "time", "arguments": {}}]', tool_call_parser="mistral")
+    text_engine = make(
+        '[TOOL_CALLS][{"name": "time", "arguments": {}}]', tool_call_parser="mistral"
+    )
     request = decode(json.dumps(BODY).encode(), ChatRequest)
-    reply = await chat.complete(await chat.prepare(frontend, request))
+    reply = await chat.complete(await chat.prepare(text_engine, request))
     (call,) = reply.choices[0].message.tool_calls
     assert len(call.id) == 9
     assert call.id.isalnum()
@@ -218,27 +220,27 @@ async def test_ids_are_of_the_form_that_the_template_takes() -> None:
 @pytest.mark.parametrize("kwargs", [{}, {"think": True}])
 async def test_reasoning_has_two_names_and_can_be_left_out(kwargs) -> None:
     text = "hmm\nhe</think>\n\nhello " + CALL
-    frontend = make(text if kwargs else "<think>\n" + text)
-    choice = await ask(frontend, {"chat_template_kwargs": kwargs, "logprobs": True})
+    text_engine = make(text if kwargs else "<think>\n" + text)
+    choice = await ask(text_engine, {"chat_template_kwargs": kwargs, "logprobs": True})
     message = choice["message"]
     assert message["reasoning"] == message["reasoning_content"] == "hmm\nhe"
     assert message["content"] == "hello"
     assert choice["finish_reason"] == "tool_calls"
-    tokens = frontend.engine.submitted[-1]
+    tokens = text_engine.engine.submitted[-1]
     assert len(choice["logprobs"]["content"]) > 40
     assert tokens.params.stop == ()
-    choice = await ask(frontend, {"chat_template_kwargs": kwargs, "include_reasoning": False})
+    choice = await ask(text_engine, {"chat_template_kwargs": kwargs, "include_reasoning": False})
     assert choice["message"].keys() == {"content", "role", "refusal", "tool_calls"}
 
 
 async def test_tags_that_are_special_tokens_are_seen() -> None:
-    frontend = make("<think>hello</think>world")
-    think = [frontend.tokenizer.encode(tag)[0] for tag in ("<think>", "</think>")]
-    frontend.tokenizer.special_ids |= set(think)
-    frontend.tokenizer._visible = Pieces(
-        frontend.tokenizer.token_bytes, frontend.tokenizer.special_ids
+    text_engine = make("<think>hello</think>world")
+    think = [text_engine.tokenizer.encode(tag)[0] for tag in ("<think>", "</think>")]
+    text_engine.tokenizer.special_ids |= set(think)
+    text_engine.tokenizer._visible = Pieces(
+        text_engine.tokenizer.token_bytes, text_engine.tokenizer.special_ids
     )
-    choice = await ask(frontend, {"tools": None})
+    choice = await ask(text_engine, {"tools": None})
     assert choice["message"]["reasoning"] == "hello"
     assert choice["message"]["content"] == "world"
 

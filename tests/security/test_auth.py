@@ -10,7 +10,7 @@ import socket
 import httpx
 import pytest
 
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 from server import middleware
 from server.app import ROUTES, create_app
@@ -29,7 +29,7 @@ MORE = ["/", "", "/docs", "/redoc", "/static/x", "/v1", "/v1/", "/favicon.ico", 
 @pytest.mark.parametrize("method", METHODS)
 async def test_every_path_with_every_method_needs_the_key(method, root_path) -> None:
     settings = ApiSettings(api_key=(KEY,), root_path=root_path)
-    app = create_app(ServerState(scripted_frontend("hi")), settings)
+    app = create_app(ServerState(scripted_text_engine("hi")), settings)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         for path in [*PATHS, *MORE, *(root_path + path for path in PATHS)]:

@@ -6,7 +6,7 @@ CVE-2024-28224 (DNS rebinding), CVE-2026-27482 (a method that was not thought of
 import httpx
 import pytest
 
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import ROUTES, create_app
 from server.run import is_local, listen
 from server.settings import ApiSettings
@@ -45,7 +45,7 @@ FOREIGN = [
 
 def client_of(*, is_local=True, **settings):
     app = create_app(
-        ServerState(scripted_frontend("hello world")), ApiSettings(**settings), is_local=is_local
+        ServerState(scripted_text_engine("hello world")), ApiSettings(**settings), is_local=is_local
     )
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")

@@ -21,7 +21,7 @@ from jaxserve.structured_output import compiling
 from jaxserve.structured_output import constraint as grammars
 from jaxserve.structured_output import grammar as structured
 from jaxserve.structured_output import worker as grammar_worker
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 from jaxserve.text import chat_template
 from server import http as server_http
@@ -34,8 +34,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 PROMPT = {"prompt": "hello", "max_tokens": 3}
 
 
-def client_of(frontend, **settings):
-    app = create_app(ServerState(frontend), ApiSettings(**settings))
+def client_of(text_engine, **settings):
+    app = create_app(ServerState(text_engine), ApiSettings(**settings))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
@@ -62,13 +62,13 @@ def client_of(frontend, **settings):
     ids=lambda body: str(body)[:60],
 )
 async def test_nothing_fans_out_beyond_its_limit(body) -> None:
-    frontend = scripted_frontend("hello")
-    async with client_of(frontend) as client:
+    text_engine = scripted_text_engine("hello")
+    async with client_of(text_engine) as client:
         reply = await client.post("/v1/completions", json=body)
         assert reply.status_code in (400, 429), reply.text
         assert len(reply.content) < 5000
-        assert frontend.metrics.prompt_tokens == 0
-        assert frontend.num_in_flight == 0
+        assert text_engine.metrics.prompt_tokens == 0
+        assert text_engine.num_in_flight == 0
         assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
 
 
@@ -77,9 +77,11 @@ async def test_nothing_fans_out_beyond_its_limit(body) -> None:
     ["tokenize", "messages", "tools", "chat_template", "add_generation_prompt", "documents_", "_x"],
 )
 async def test_variables_for_a_template_override_nothing(field) -> None:
-    frontend = scripted_frontend("hello", chat_template="{% for m in messages %}x{% endfor %}")
+    text_engine = scripted_text_engine(
+        "hello", chat_template="{% for m in messages %}x{% endfor %}"
+    )
     body = {"messages": [{"role": "user", "content": "a"}]}
-    async with client_of(frontend) as client:
+    async with client_of(text_engine) as client:
         expected = (await client.post("/v1/chat/completions", json=body)).json()["usage"]
         more = {"chat_template_kwargs": {field: [1] * 5}}
         reply = await client.post("/v1/chat/completions", json=body | more)
@@ -135,14 +137,14 @@ SCHEMA = {"type": "object", "properties": PATTERNS}
 )
 async def test_what_is_too_much_for_the_tokens_of_the_model_is_refused(field, smollm2) -> None:
     """With few tokens, or with single bytes, all of them could be compiled."""
-    frontend = scripted_frontend("hello")
+    text_engine = scripted_text_engine("hello")
     tokenizer = open_checkpoint(str(smollm2)).tokenizer()
-    frontend.grammars = grammar_checks.GrammarChecks(tokenizer, tokenizer.vocab_size)
-    async with client_of(frontend) as client:
+    text_engine.grammars = grammar_checks.GrammarChecks(tokenizer, tokenizer.vocab_size)
+    async with client_of(text_engine) as client:
         reply = await client.post("/v1/completions", json=PROMPT | field)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == next(iter(field))
-    assert frontend.num_in_flight == 0
+    assert text_engine.num_in_flight == 0
 
 
 WORDS = "\n".join(f"a{i}: W{i} start?\nW{i}: /[a-z ]{{1,{i + 1}}}/" for i in range(800))
@@ -242,7 +244,7 @@ def numbers(text: str) -> list[int]:
 def test_the_table_says_what_the_code_does() -> None:
     api, serving, limits = ApiSettings(), ServerSettings(), rows()
     expected = {
-        "answers under way, those of `n` and of lists counted": [api.max_queue],
+        "answers in flight, those of `n` and of lists counted": [api.max_queue],
         "body": [api.max_body_mib],
         "time in which a body comes": [api.body_timeout],
         "request line and headers": [server_http.MAX_HEAD_BYTES >> 10],

@@ -4,7 +4,7 @@ import re
 
 import httpx
 
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import create_app
 from server.settings import ApiSettings
 from server.state import ServerState
@@ -19,7 +19,7 @@ def names_of(page: str) -> set[str]:
 
 
 async def test_requests_add_no_labels() -> None:
-    app = create_app(ServerState(scripted_frontend("hi")), ApiSettings(api_key=("secret-key",)))
+    app = create_app(ServerState(scripted_text_engine("hi")), ApiSettings(api_key=("secret-key",)))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(
         transport=transport, base_url="http://test", headers=KEY

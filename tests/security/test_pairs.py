@@ -155,4 +155,4 @@ async def test_no_two_options_break_anything(server, path) -> None:
     assert len(rows) > 8
     names = OPTIONS[path]
     assert len(seen) > 0.8 * len(names) * (len(names) - 1) / 2, "most of it was served"
-    assert server.frontend.num_in_flight == 0
+    assert server.text_engine.num_in_flight == 0

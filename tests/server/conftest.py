@@ -6,24 +6,24 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.front.text_engine import Frontend
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.front.text_engine import TextEngine
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import create_app
 from server.settings import ApiSettings
 from server.state import ServerState
 
 
 @pytest.fixture
-def frontend() -> Frontend:
-    return scripted_frontend("hello world")
+def text_engine() -> TextEngine:
+    return scripted_text_engine("hello world")
 
 
 @pytest.fixture
-def call(frontend) -> Callable[..., httpx.AsyncClient]:
+def call(text_engine) -> Callable[..., httpx.AsyncClient]:
     """Makes a client of an application with these settings; by default it is ready to serve."""
 
     def make(*, state: ServerState | None = None, **settings: Any) -> httpx.AsyncClient:
-        app = create_app(state or ServerState(frontend), ApiSettings(**settings))
+        app = create_app(state or ServerState(text_engine), ApiSettings(**settings))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://test")
 

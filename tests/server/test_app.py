@@ -9,7 +9,7 @@ import pytest
 from jaxserve import __version__
 from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import ROUTES
 from server.settings import ApiSettings
 from server.state import ServerState
@@ -53,7 +53,7 @@ async def test_streams_are_framed_as_events(call, path, body) -> None:
     assert len({json.loads(event[6:])["id"] for event in events}) == 1
 
 
-async def test_responses_are_answered_and_framed_as_named_events(call, frontend) -> None:
+async def test_responses_are_answered_and_framed_as_named_events(call, text_engine) -> None:
     async with call() as client:
         reply = (await client.post("/v1/responses", json={"input": "hello"})).json()
         assert reply["output"][0]["content"][0]["text"] == "hello world"
@@ -69,7 +69,7 @@ async def test_responses_are_answered_and_framed_as_named_events(call, frontend)
         for method, path in (("GET", "r"), ("POST", "r/cancel"), ("DELETE", "r")):
             reply = await client.request(method, f"/v1/responses/{path}")
             assert "stores no responses" in check_error(reply, 404)
-        frontend.engine.fail_after = 0
+        text_engine.engine.fail_after = 0
         failed = await client.post("/v1/responses", json={"input": "hello", "stream": True})
         check_error(failed, 503)
 
@@ -104,13 +104,13 @@ async def test_responses_are_answered_and_framed_as_named_events(call, frontend)
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_rejections_are_plain_errors_also_for_streams(
-    call, frontend, path, body, status, param, code, stream
+    call, text_engine, path, body, status, param, code, stream
 ) -> None:
     if isinstance(body, dict) and stream:
         body = body | {"stream": True}
     async with call() as client:
         check_error(await client.post(path, json=body), status, param=param, code=code)
-        assert frontend.engine.submitted == []
+        assert text_engine.engine.submitted == []
         assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
 
 
@@ -164,7 +164,7 @@ async def test_unknown_paths_and_methods_say_what_to_do(call) -> None:
 
 
 async def test_models_are_listed_under_every_name(call) -> None:
-    state = ServerState(scripted_frontend("he", model_names=("org/a", "b")))
+    state = ServerState(scripted_text_engine("he", model_names=("org/a", "b")))
     async with call(state=state) as client:
         listed = (await client.get("/v1/models")).json()
         assert listed["object"] == "list"
@@ -179,11 +179,11 @@ async def test_models_are_listed_under_every_name(call) -> None:
         assert reply.json()["model"] == "b"
 
 
-async def test_texts_can_be_tokenized_and_back(call, frontend) -> None:
+async def test_texts_can_be_tokenized_and_back(call, text_engine) -> None:
     async with call() as client:
         for prefix in ("", "/v1"):
             reply = (await client.post(f"{prefix}/tokenize", json=PROMPT)).json()
-            ids = frontend.tokenizer.encode("hello")
+            ids = text_engine.tokenizer.encode("hello")
             assert reply == {
                 "count": len(ids),
                 "max_model_len": 256,
@@ -198,20 +198,20 @@ async def test_texts_can_be_tokenized_and_back(call, frontend) -> None:
         assert without.json()["count"] < reply.json()["count"]
 
 
-async def test_small_endpoints(call, frontend) -> None:
+async def test_small_endpoints(call, text_engine) -> None:
     async with call() as client:
         assert (await client.get("/version")).json() == {"version": __version__}
         for method, path in (("GET", "/health"), ("GET", "/live"), ("POST", "/ping")):
             response = await client.request(method, path)
             assert (response.status_code, response.content) == (200, b"")
         assert (await client.get("/load")).json() == {"server_load": 0}
-        deltas = frontend.generate([1], SamplingParams(n=3))
+        deltas = text_engine.generate([1], SamplingParams(n=3))
         await anext(deltas)
         assert (await client.get("/load")).json() == {"server_load": 3}
         await deltas.aclose()
 
 
-async def test_until_it_is_ready_only_life_is_confirmed(call, frontend) -> None:
+async def test_until_it_is_ready_only_life_is_confirmed(call, text_engine) -> None:
     state = ServerState()
     state.phase = "load weights"
     async with call(state=state) as client:
@@ -223,7 +223,7 @@ async def test_until_it_is_ready_only_life_is_confirmed(call, frontend) -> None:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
             check_error(await client.post(path, json=PROMPT), 503)
         check_error(await client.get("/v1/models"), 503)
-        state.frontend = frontend
+        state.text_engine = text_engine
         assert (await client.get("/health")).status_code == 200
         state.draining = True
         check_error(await client.get("/health"), 503)
@@ -233,14 +233,14 @@ async def test_until_it_is_ready_only_life_is_confirmed(call, frontend) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_dead_engine_is_a_503_and_one_that_dies_breaks_the_stream(
-    call, frontend, n
+    call, text_engine, n
 ) -> None:
     streamed = PROMPT | {"stream": True, "n": n}
     async with call() as client:
-        frontend.engine.fail_after = 0
+        text_engine.engine.fail_after = 0
         check_error(await client.post("/v1/completions", json=streamed), 503)
         check_error(await client.post("/v1/completions", json=PROMPT), 503)
-        frontend.engine.fail_after = 2
+        text_engine.engine.fail_after = 2
         check_error(await client.post("/v1/completions", json=PROMPT), 503)
         response = await client.post("/v1/completions", json=streamed)
         assert response.status_code == 200
@@ -249,15 +249,15 @@ async def test_a_dead_engine_is_a_503_and_one_that_dies_breaks_the_stream(
         assert json.loads(error[6:])["error"]["code"] == 503
         assert '"finish_reason":"stop"' not in response.text
         assert len(chunks) >= 1
-        frontend.engine.fail_after = None
+        text_engine.engine.fail_after = None
         assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
-        frontend.engine.error = EngineDeadError("gone")
+        text_engine.engine.error = EngineDeadError("gone")
         check_error(await client.get("/health"), 503)
 
 
-async def test_a_defect_is_a_500_that_tells_nothing(call, frontend, caplog) -> None:
-    frontend.engine.fail_after = 0
-    frontend.engine.error = ValueError("secret")
+async def test_a_defect_is_a_500_that_tells_nothing(call, text_engine, caplog) -> None:
+    text_engine.engine.fail_after = 0
+    text_engine.engine.error = ValueError("secret")
     async with call() as client:
         for body in (PROMPT, PROMPT | {"stream": True}):
             message = check_error(await client.post("/v1/completions", json=body), 500)
@@ -266,10 +266,10 @@ async def test_a_defect_is_a_500_that_tells_nothing(call, frontend, caplog) -> N
 
 
 async def test_beyond_the_limit_there_is_a_429_to_retry(call) -> None:
-    frontend = scripted_frontend("hello", max_in_flight=1)
-    held = frontend.generate([1], SamplingParams())
+    text_engine = scripted_text_engine("hello", max_in_flight=1)
+    held = text_engine.generate([1], SamplingParams())
     await anext(held)
-    async with call(state=ServerState(frontend)) as client:
+    async with call(state=ServerState(text_engine)) as client:
         response = await client.post("/v1/completions", json=PROMPT)
         check_error(response, 429, code="queue_full")
         assert response.headers["retry-after"] == "1"
@@ -302,7 +302,7 @@ async def test_a_missing_key_is_an_error_in_the_usual_form(call) -> None:
         assert (await client.get("/v1/models", headers=forged)).status_code == 401
 
 
-async def test_pages_of_allowed_origins_may_call(call, frontend) -> None:
+async def test_pages_of_allowed_origins_may_call(call, text_engine) -> None:
     preflight = {
         "origin": "http://page",
         "access-control-request-method": "POST",
@@ -314,8 +314,8 @@ async def test_pages_of_allowed_origins_may_call(call, frontend) -> None:
         assert response.headers["access-control-allow-origin"] == "http://page"
         assert "x-stainless-os" in response.headers["access-control-allow-headers"]
         headers = {"origin": "http://page", "authorization": "Bearer k"}
-        frontend.engine.fail_after = 0
-        frontend.engine.error = ValueError("defect")
+        text_engine.engine.fail_after = 0
+        text_engine.engine.error = ValueError("defect")
         for body in (PROMPT, PROMPT | {"n": 0}, PROMPT | {"stream": True}):
             response = await client.post("/v1/completions", json=body, headers=headers)
             assert response.headers["access-control-allow-origin"] == "http://page"
@@ -361,8 +361,8 @@ async def test_a_request_id_may_be_in_the_body(call) -> None:
             assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-request-id"])
 
 
-async def test_requests_can_be_ended_by_their_id(call, frontend) -> None:
-    frontend.engine.stall_after = 1
+async def test_requests_can_be_ended_by_their_id(call, text_engine) -> None:
+    text_engine.engine.stall_after = 1
     async with call() as client:
         for order in (
             {"request_id": "abc"},
@@ -372,7 +372,7 @@ async def test_requests_can_be_ended_by_their_id(call, frontend) -> None:
             asked = asyncio.create_task(
                 client.post("/v1/completions", json=PROMPT | {"n": 2, "request_id": "abc"})
             )
-            while frontend.num_in_flight < 2:
+            while text_engine.num_in_flight < 2:
                 await asyncio.sleep(0)
             await asyncio.sleep(0.01)
             assert (await client.post("/abort", json={"request_id": "no"})).json() == {"aborted": 0}
@@ -384,7 +384,7 @@ async def test_requests_can_be_ended_by_their_id(call, frontend) -> None:
             check_error(await client.post("/abort", json=bad), 400, param="request_id")
 
 
-async def test_what_is_served_can_be_seen(call, frontend) -> None:
+async def test_what_is_served_can_be_seen(call, text_engine) -> None:
     async with call(api_key=("secret",)) as client:
         assert (await client.get("/server_info")).status_code == 401
         headers = {"authorization": "Bearer secret"}
@@ -436,7 +436,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(call) -> None:
         assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
 
 
-async def test_two_requests_may_have_the_same_id(call, frontend) -> None:
+async def test_two_requests_may_have_the_same_id(call, text_engine) -> None:
     async with call() as client:
         replies = await asyncio.gather(
             *(
@@ -445,4 +445,4 @@ async def test_two_requests_may_have_the_same_id(call, frontend) -> None:
             )
         )
     assert [r.json()["choices"][0]["text"] for r in replies] == ["hello world"] * 3
-    assert len({s.request_id for s in frontend.engine.submitted}) == 3
+    assert len({s.request_id for s in text_engine.engine.submitted}) == 3

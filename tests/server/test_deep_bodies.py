@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.state import ServerState
 
 TEMPLATE = (
@@ -59,7 +59,7 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_value_is_too_deep(call, name) -> None:
     path, body = BODIES[name]
-    state = ServerState(scripted_frontend("hello", chat_template=TEMPLATE))
+    state = ServerState(scripted_text_engine("hello", chat_template=TEMPLATE))
     async with call(state=state) as client:
         for depth in (500, 900, 960, 975, 985, 990, 995, 5000):
             value = '{"a":' * depth + "1" + "}" * depth

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.routes.openapi import POSTS
 from server.state import ServerState
 
@@ -45,7 +45,7 @@ GOOD: dict[str, dict[str, Any]] = {
 async def test_odd_values(call, path) -> None:
     """Each value in each field; then those that were taken, several at a time."""
     source = random.Random(path)
-    state = ServerState(scripted_frontend("hello <tool_call>", chat_template=TEMPLATE))
+    state = ServerState(scripted_text_engine("hello <tool_call>", chat_template=TEMPLATE))
     async with call(state=state) as client:
 
         async def is_taken(changes: dict[str, Any]) -> bool:

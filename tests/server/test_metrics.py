@@ -4,7 +4,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.front.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS, token_buckets
 from jaxserve.ipc.messages import RequestOutput, StepOutputs, StepStats
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.metrics import ENGINE_METRICS, render
 
 PROMPT = {"prompt": [1] * 20, "max_tokens": 2}
@@ -25,7 +25,7 @@ def parse(page: str) -> dict[str, dict[tuple, float]]:
     return found
 
 
-async def test_requests_are_on_the_page(call, frontend) -> None:
+async def test_requests_are_on_the_page(call, text_engine) -> None:
     async with call() as client:
         for _ in range(3):
             await client.post("/v1/completions", json=PROMPT)
@@ -53,7 +53,7 @@ def bounds(page: dict[str, dict[tuple, float]], name: str) -> list[float]:
 
 
 def test_histograms_have_the_buckets_that_dashboards_expect() -> None:
-    page = parse(render(scripted_frontend("he"), prefix="vllm"))
+    page = parse(render(scripted_text_engine("he"), prefix="vllm"))
     assert bounds(page, "time_to_first_token_seconds") == list(TTFT_BUCKETS)
     assert len(TTFT_BUCKETS) == 22
     assert bounds(page, "inter_token_latency_seconds") == list(TOKEN_BUCKETS)
@@ -66,21 +66,21 @@ def test_histograms_have_the_buckets_that_dashboards_expect() -> None:
 
 
 def test_steps_are_counted_once_and_heartbeats_are_not() -> None:
-    frontend = scripted_frontend("he")
+    text_engine = scripted_text_engine("he")
     for total, tokens in ((1, 30), (2, 1), (2, 1), (2, 0)):
         stats = StepStats(total_steps=total, num_step_tokens=tokens)
-        frontend.metrics.step_done(StepOutputs(0, 0.0, [RequestOutput("a", [1])], stats))
-    page = parse(render(frontend, prefix="vllm"))
+        text_engine.metrics.step_done(StepOutputs(0, 0.0, [RequestOutput("a", [1])], stats))
+    page = parse(render(text_engine, prefix="vllm"))
     assert page["vllm:iteration_tokens_total_count"][()] == 2
     assert page["vllm:iteration_tokens_total_sum"][()] == 31
     assert bounds(page, "iteration_tokens_total") == [1, *(2**i for i in range(3, 15))]
 
 
 def test_several_engines_have_their_own_numbers(monkeypatch) -> None:
-    frontend = scripted_frontend("he", model_names=('a"\\b',))
+    text_engine = scripted_text_engine("he", model_names=('a"\\b',))
     stats = {0: StepStats(num_running=2), 1: StepStats(num_running=5, total_preemptions=7)}
-    monkeypatch.setattr(type(frontend.engine), "stats", stats)
-    page = render(frontend, prefix="jaxserve")
+    monkeypatch.setattr(type(text_engine.engine), "stats", stats)
+    page = render(text_engine, prefix="jaxserve")
     by_engine = {
         (s.name, s.labels["engine"]): s.value
         for family in text_string_to_metric_families(page)

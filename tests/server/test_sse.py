@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import create_app
 from server.state import ServerState
 
@@ -58,10 +58,10 @@ ENDLESS = {"prompt": "hello", "ignore_eos": True, "max_tokens": 200}
 @pytest.mark.parametrize("stall_after", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_aborts_its_request(n, stall_after, stream) -> None:
-    frontend = scripted_frontend("hello world")
-    engine = frontend.engine
+    text_engine = scripted_text_engine("hello world")
+    engine = text_engine.engine
     engine.stall_after = stall_after
-    app = create_app(ServerState(frontend))
+    app = create_app(ServerState(text_engine))
     client = Client(ENDLESS | {"n": n, "stream": stream})
     serving = asyncio.create_task(app(client.scope, client.receive, client.send))
     await until(lambda: len(engine.submitted) == n)
@@ -70,13 +70,13 @@ async def test_a_client_that_leaves_aborts_its_request(n, stall_after, stream) -
     client.leave()
     await asyncio.wait_for(serving, 10)
     assert len(engine.aborted) == n
-    assert frontend.num_in_flight == 0
-    assert frontend.metrics.finished == {"abort": n}
+    assert text_engine.num_in_flight == 0
+    assert text_engine.metrics.finished == {"abort": n}
     assert not any(b"[DONE]" in m.get("body", b"") for m in client.sent)
 
 
 async def test_a_slow_client_that_leaves_while_it_is_written_to() -> None:
-    frontend = scripted_frontend("hello world")
+    text_engine = scripted_text_engine("hello world")
     client = Client(ENDLESS | {"stream": True})
     blocked = asyncio.Event()
 
@@ -85,22 +85,22 @@ async def test_a_slow_client_that_leaves_while_it_is_written_to() -> None:
             blocked.set()
             await asyncio.Event().wait()
 
-    app = create_app(ServerState(frontend))
+    app = create_app(ServerState(text_engine))
     serving = asyncio.create_task(app(client.scope, client.receive, send))
     await blocked.wait()
     client.leave()
     await asyncio.wait_for(serving, 10)
-    assert len(frontend.engine.aborted) == 1
+    assert len(text_engine.engine.aborted) == 1
 
 
 async def test_a_server_that_is_cancelled_aborts_its_requests() -> None:
-    frontend = scripted_frontend("hello world")
-    frontend.engine.stall_after = 1
+    text_engine = scripted_text_engine("hello world")
+    text_engine.engine.stall_after = 1
     client = Client(ENDLESS | {"stream": True})
-    app = create_app(ServerState(frontend))
+    app = create_app(ServerState(text_engine))
     serving = asyncio.create_task(app(client.scope, client.receive, client.send))
     await client.got_body.wait()
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
-    assert len(frontend.engine.aborted) == 1
-    assert frontend.num_in_flight == 0
+    assert len(text_engine.engine.aborted) == 1
+    assert text_engine.num_in_flight == 0

@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from jaxserve.front.text_engine import Frontend
-from jaxserve.testing.scripted_frontend import scripted_frontend
+from jaxserve.front.text_engine import TextEngine
+from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import create_app
 from server.state import ServerState
 
@@ -73,10 +73,10 @@ PATHS = {
 
 
 def make_client(case: str) -> httpx.AsyncClient:
-    frontend: Frontend = scripted_frontend(ANSWERS[case], chat_template=TEMPLATE)
+    text_engine: TextEngine = scripted_text_engine(ANSWERS[case], chat_template=TEMPLATE)
     if case == "error":
-        frontend.engine.fail_after = 1
-    transport = httpx.ASGITransport(create_app(ServerState(frontend)))
+        text_engine.engine.fail_after = 1
+    transport = httpx.ASGITransport(create_app(ServerState(text_engine)))
     return httpx.AsyncClient(transport=transport)
 
 

@@ -89,7 +89,7 @@ def test_others_go_on_while_a_grammar_is_compiled(core, compiler):
 
 
 def test_a_constraint_sees_each_token_once_in_order(core, compiler):
-    """Also with a step under way and after preemption: there is room for one request at a time."""
+    """Also with a step in flight and after preemption: there is room for one request at a time."""
     constraints = {name: Anything() for name in "abcdef"}
     for name, constraint in constraints.items():
         core.add(submit(name, ANY))

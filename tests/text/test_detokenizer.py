@@ -43,7 +43,7 @@ def complete_text(data: bytes) -> str:
 def reference(
     tokens: list[bytes], stops: tuple[str, ...], *, include_stop: bool, min_tokens: int
 ) -> tuple[str, str | None, int]:
-    """Text, stop text and number of tokens used, by decoding from the start after every token."""
+    """Text, stop string and number of tokens used, by decoding from the start after every token."""
     unsearched = len(complete_text(b"".join(tokens[:min_tokens])))
     for used in range(min_tokens + 1, len(tokens) + 1):
         text = complete_text(b"".join(tokens[:used]))
@@ -65,7 +65,7 @@ def longest_hold(text: str, stops: tuple[str, ...]) -> int:
 
 
 def run(detokenizer: Detokenizer, ids: list[int], rng: random.Random):
-    """Pushes ids in random groups. Returns text, stop text, tokens used, and the texts so far."""
+    """Pushes ids in random groups. Returns text, stop string, tokens used, and the texts so far."""
     text, used, progress, at = "", 0, [], 0
     while True:
         size = rng.choice((1, 1, 1, 2, 5))
@@ -209,7 +209,7 @@ def test_a_stop_that_completes_in_an_earlier_token_wins_however_tokens_are_pushe
 def test_min_tokens() -> None:
     push_all = texts(stop=("STOP",), min_tokens=3)
     assert push_all("a", "STOP", "b", "STOP", "c") == ["a", "STOP", "b", ""]
-    # Text of the first tokens is shown at once and is no beginning of a stop text either.
+    # Text of the first tokens is shown at once and is no beginning of a stop string either.
     assert texts(stop=("STOP",), min_tokens=1)("ST", "OP", "x") == ["ST", "OP", "x"]
 
 

@@ -32,7 +32,8 @@ from jaxserve.engine.process import load_factory
 from jaxserve.engine.progress_lines import ProgressLines
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
 from jaxserve.front.concurrency import bounded_as_completed
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.requests import GenerateRequest
+from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import Progress
 from jaxserve.offline.outputs import CompletionOutput, LLMOutput, Prompt, as_prompts, collect
@@ -93,7 +94,7 @@ class LLM:
                 f"{config.parallel.data_parallel_size}"
             )
         ask_for_memory(config, os.environ)
-        served = ServedModel.open(config.model)
+        files = ModelFiles.open(config.model)
         build = load_factory(factory)
         on_progress = ProgressLines() if show_progress else _ignore
         background = _Background()
@@ -102,13 +103,10 @@ class LLM:
         self._call = background.call
         try:
             engine = background.start(lambda: build(config, 0, on_progress))
-            self._text_engine = TextEngine(
-                engine,
-                served.tokenizer,
-                model_names=[served.name],
-                defaults=served.defaults,
-                max_in_flight=sys.maxsize,
+            served = ServedModel.create(
+                engine.ready, files.tokenizer, names=[files.name], defaults=files.defaults
             )
+            self._text_engine = TextEngine(engine, served, max_in_flight=sys.maxsize)
         except BaseException:
             self.close()
             raise
@@ -169,11 +167,11 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
-        return self._text_engine.tokenizer
+        return self._text_engine.model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What counts when no parameters are given."""
-        return SamplingParams(**self._text_engine.defaults.sampling)  # type: ignore[arg-type]
+        return SamplingParams(**self._text_engine.model.defaults.sampling)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Ends the engine and frees its memory. May be called again."""
@@ -188,7 +186,7 @@ class LLM:
     async def _chat(
         self, requests: list[ChatRequest], params: Params, use_tqdm: bool
     ) -> list[LLMOutput]:
-        texts = [await render_prompt(self._text_engine, request) for request in requests]
+        texts = [await render_prompt(self._text_engine.model, request) for request in requests]
         # The template writes the special tokens itself.
         ids = await self._text_engine.encode_batch(texts, add_special_tokens=False)
         return await self._run(list(zip(texts, ids, strict=True)), params, use_tqdm)
@@ -218,12 +216,12 @@ class LLM:
         ]
         # Checks every request; none runs yet.
         deltas = [
-            self._text_engine.generate(output.prompt_token_ids, p)
+            self._text_engine.generate(GenerateRequest(prompts=[output.prompt_token_ids], params=p))
             for output, p in zip(outputs, each, strict=True)
         ]
 
         async def answer(i: int) -> LLMOutput:
-            return await collect(deltas[i], outputs[i], self._text_engine.tokenizer)
+            return await collect(deltas[i], outputs[i], self._text_engine.model.tokenizer)
 
         limit = 2 * self._text_engine.engine.ready.max_num_seqs
         num_tokens = 0

@@ -22,7 +22,8 @@ from jaxserve.client.engine_client import FACTORY, EngineClient
 from jaxserve.config import EngineConfig
 from jaxserve.engine.progress_lines import ProgressLines
 from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.requests import GenerateRequest
+from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.offline.batch_file import ResultFile
 from jaxserve.offline.batch_run import run_batch
@@ -116,18 +117,18 @@ async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
 @asynccontextmanager
 async def _open(config: EngineConfig, factory: str) -> AsyncGenerator[TextEngine, None]:
     """A model that is loaded and can answer."""
-    served = ServedModel.open(config.model)
+    files = ModelFiles.open(config.model)
     client = await EngineClient.start(config, factory=factory, on_progress=ProgressLines())
     try:
         for what, value, why in client.ready.decisions:
             print(f"{what}: {value} ({why})", file=sys.stderr)
-        yield TextEngine(
-            client,
-            served.tokenizer,
-            model_names=[served.name, config.model.model],
-            defaults=served.defaults,
-            max_in_flight=sys.maxsize,
+        model = ServedModel.create(
+            client.ready,
+            files.tokenizer,
+            names=[files.name, config.model.model],
+            defaults=files.defaults,
         )
+        yield TextEngine(client, model, max_in_flight=sys.maxsize)
     finally:
         await client.close()
 
@@ -141,8 +142,8 @@ async def _answer_file(args: argparse.Namespace, config: EngineConfig, factory: 
         results = ResultFile.create(args.output, overwrite=args.overwrite)
     try:
         async with _open(config, factory) as text_engine:
-            places = text_engine.engine.ready.max_num_seqs * config.parallel.data_parallel_size
-            limit = args.max_in_flight or 2 * places
+            num_rows = text_engine.model.ready.max_num_seqs * config.parallel.data_parallel_size
+            limit = args.max_in_flight or 2 * num_rows
             await run_batch(text_engine, args.input, results, limit=limit)
     finally:
         results.close()
@@ -152,18 +153,18 @@ async def _print_answer(text_engine: TextEngine, prompt: str, args: argparse.Nam
     """Prints an answer piece by piece, as it comes."""
     if len(args.prompt) > 1:
         print(f"> {prompt}")
-    if args.raw or text_engine.chat_template is None:
+    if args.raw or text_engine.model.chat_template is None:
         ids = await text_engine.encode(prompt)
     else:
         messages = [{"role": "user", "content": prompt}]
-        text = await render_prompt(text_engine, ChatRequest(messages=messages))
+        text = await render_prompt(text_engine.model, ChatRequest(messages=messages))
         # The template writes the special tokens itself.
         ids = await text_engine.encode(text, add_special_tokens=False)
     given = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed")}
     sampling = {name: value for name, value in given.items() if value is not None}
-    params = SamplingParams(**{**text_engine.defaults.sampling, **sampling})
-    answer = text_engine.generate_batch([ids], params, default_max_tokens=PROMPT_MAX_TOKENS)
-    async with aclosing(answer) as deltas:
+    params = SamplingParams(**{**text_engine.model.defaults.sampling, **sampling})
+    request = GenerateRequest(prompts=[ids], params=params, default_max_tokens=PROMPT_MAX_TOKENS)
+    async with aclosing(text_engine.generate(request)) as deltas:
         async for delta in deltas:
             print(delta.text, end="", flush=True)
     print()

@@ -36,13 +36,13 @@ async def server_info(request: Request) -> JSONResponse:
 def _facts(state: ServerState, text_engine: TextEngine) -> dict[str, Any]:
     ready = text_engine.engine.ready
     return {
-        "models": list(text_engine.model_names),
-        "max_model_len": text_engine.max_model_len,
-        "vocab_size": text_engine.vocab_size,
-        "has_chat_template": text_engine.chat_template is not None,
-        "tool_call_parser": text_engine.tool_call_parser,
-        "reasoning_parser": text_engine.reasoning_parser,
-        "sampling_defaults": asdict(text_engine.defaults),
+        "models": list(text_engine.model.names),
+        "max_model_len": text_engine.model.max_model_len,
+        "vocab_size": text_engine.model.vocab_size,
+        "has_chat_template": text_engine.model.chat_template is not None,
+        "tool_call_parser": text_engine.model.tool_call_parser,
+        "reasoning_parser": text_engine.model.reasoning_parser,
+        "sampling_defaults": asdict(text_engine.model.defaults),
         "max_queue": text_engine.admission.limit,
         "server_load": text_engine.num_in_flight,
         "engines": {

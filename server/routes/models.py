@@ -13,7 +13,7 @@ from server.state import ServerState
 async def list_models(request: Request) -> JSONResponse:
     """Every name under which the model is served."""
     state: ServerState = request.app.state.server
-    cards = [_card(state, name) for name in state.serving().model_names]
+    cards = [_card(state, name) for name in state.serving().model.names]
     return JSONResponse({"object": "list", "data": cards})
 
 
@@ -21,7 +21,7 @@ async def show_model(request: Request) -> JSONResponse:
     """One of the names."""
     state: ServerState = request.app.state.server
     name = request.path_params["name"]
-    served = state.serving().model_names
+    served = state.serving().model.names
     if name not in served:
         raise UnknownModelError(name, served)
     return JSONResponse(_card(state, name))
@@ -34,9 +34,9 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "jaxserve",
-        "root": text_engine.model_name,
+        "root": text_engine.model.name,
         "parent": None,
-        "max_model_len": text_engine.max_model_len,
+        "max_model_len": text_engine.model.max_model_len,
         "permission": [],
     }
 

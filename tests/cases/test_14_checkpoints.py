@@ -25,7 +25,7 @@ from jaxserve.config import (
 )
 from jaxserve.engine.factory import build
 from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.served_model import ModelFiles
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runner.device import current_device
 from jaxserve.testing.one_step import logits_of
@@ -364,7 +364,7 @@ def test_js_226_oddities(tmp_path: Path, sizes: dict, changes: dict, eps: float)
     tensors = random_tensors(tiny_config(**sizes))
     folder = write(tmp_path / "x", tensors, **changes)
     assert_equal(folder, Reference(tensors, eps=eps))
-    assert ServedModel.open(ModelConfig(model=str(folder))).name == "x"
+    assert ModelFiles.open(ModelConfig(model=str(folder))).name == "x"
 
 
 @pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])

@@ -15,7 +15,8 @@ import pytest
 from jaxserve import sampling_params
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.config import MIB
-from jaxserve.openai import constraints, errors, params, prompts, tools
+from jaxserve.openai import errors, params, prompts, tools
+from jaxserve.openai import structured_output as constraints
 from jaxserve.structured_output import checks as grammar_checks
 from jaxserve.structured_output import compiling
 from jaxserve.structured_output import constraint as grammars

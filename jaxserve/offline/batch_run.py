@@ -6,11 +6,10 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -25,10 +24,9 @@ from jaxserve.offline.batch_file import (
     ResultFile,
     read_requests,
 )
-from jaxserve.openai import chat, completions, embeddings
 from jaxserve.openai.decoding import decode
-from jaxserve.openai.embeddings import EmbeddingRequest
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from jaxserve.openai.endpoints import ENDPOINTS
+from jaxserve.openai.protocol import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +34,7 @@ REPORT_INTERVAL_S = 10.0
 """Seconds between progress lines when there is no terminal for a bar."""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """How the requests to one address are read and answered."""
-
-    request_type: type[GenerationRequest | EmbeddingRequest]
-    prepare: Callable[..., Awaitable[Any]]
-    complete: Callable[..., Awaitable[Any]]
-
-
-ENDPOINTS = {
-    "/v1/completions": Endpoint(CompletionRequest, completions.prepare, completions.complete),
-    "/v1/chat/completions": Endpoint(ChatRequest, chat.prepare, chat.complete),
-    "/v1/embeddings": Endpoint(EmbeddingRequest, embeddings.prepare, embeddings.complete),
-}
+_ENDPOINTS = {path: endpoint for path, endpoint in ENDPOINTS.items() if endpoint.in_batch}
 
 
 @dataclass(slots=True)
@@ -136,16 +121,16 @@ async def answer(text_engine: TextEngine, request: BatchRequest | BadLine) -> Ba
     """
     if isinstance(request, BadLine):
         return BatchResult.of_bad_line(request.custom_id, request.reason)
-    endpoint = ENDPOINTS.get(request.url)
+    endpoint = _ENDPOINTS.get(request.url)
     if endpoint is None:
-        known = ", ".join(ENDPOINTS)
+        known = ", ".join(_ENDPOINTS)
         reason = f"url must be one of {known}, got {request.url[:200]!r}"
         return BatchResult.of_bad_line(request.custom_id, reason)
     if request.method != "POST":
         reason = f"method must be 'POST', got {request.method[:20]!r}"
         return BatchResult.of_bad_line(request.custom_id, reason)
     try:
-        body = decode(bytes(request.body), endpoint.request_type)
+        body = decode(bytes(request.body), endpoint.body)
         if isinstance(body, GenerationRequest) and body.stream:
             raise InvalidRequestError("stream cannot be true in a batch", param="stream")
         reply = await endpoint.complete(await endpoint.prepare(text_engine, body))

@@ -34,8 +34,8 @@ def server(tmp_path_factory):
     """With more logits than tokens, as models have whose embedding is padded."""
     config = tiny_config()
     folder = write_checkpoint(tmp_path_factory.mktemp("ids") / "model", config)
-    sizes = {"dtype": "float32", "num_blocks": 33, "max_num_seqs": 2, "warmup": False}
-    server = ServerThread(*flags(model=folder, **sizes, max_num_batched_tokens=32))
+    sizes = {"dtype": "float32", "num_blocks": 33, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+    server = ServerThread(*flags(model=folder, **sizes, warmup=False, compilation_cache_dir=""))
     yield server
     server.close()
 

@@ -117,17 +117,6 @@ def kv_write(
     return written(k_cache, k, k_scale), written(v_cache, v, v_scale)
 
 
-def add_rms_norm(
-    x: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float
-) -> tuple[jax.Array, jax.Array]:
-    """See `add_rms_norm.add_rms_norm`."""
-    total = (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(x.dtype)
-    h = total.astype(jnp.float32)
-    normalized = (h / jnp.sqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)).astype(x.dtype)
-    out = normalized.astype(jnp.float32) * weight.astype(jnp.float32)
-    return out.astype(x.dtype), total
-
-
 def _dequantized(cache: jax.Array, scale: jax.Array | None) -> jax.Array:
     """The cache in float32, multiplied by the scale of each layer and head."""
     values = cache.astype(jnp.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import limits
-from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.ragged_attention import ragged_attention
@@ -76,9 +74,6 @@ MODELS = {
 }
 
 
-HIDDEN_SIZES = (576, 4096, 16384)
-
-
 def cases() -> Iterator[Case]:
     """Every call to compile."""
     for name, heads in MODELS.items():
@@ -86,8 +81,6 @@ def cases() -> Iterator[Case]:
         yield _ragged(f"ragged {name}", heads, num_tokens=2048, num_rows=32)
         yield _write(f"write {name}", heads, num_tokens=2048)
     yield _decode("decode llama-8b 256 rows", MODELS["llama-8b 32/8x128"], num_rows=256)
-    for size in HIDDEN_SIZES:
-        yield _norm(f"norm {size}", size, num_tokens=64)
 
 
 def _decode(name: str, heads: Heads, *, num_rows: int) -> Case:
@@ -126,13 +119,6 @@ def _write(name: str, heads: Heads, *, num_tokens: int) -> Case:
 
     args = (*_cache(heads), k, k, slots, LAYER, *_scales(heads))
     return Case(name, fn, args, ("kv_write",), donated=(0, 1))
-
-
-def _norm(name: str, size: int, *, num_tokens: int) -> Case:
-    x = jax.ShapeDtypeStruct((num_tokens, size), jnp.bfloat16)
-    weight = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
-    fn = functools.partial(add_rms_norm, eps=1e-5)
-    return Case(name, fn, (x, x, weight), ("add_rms_norm",), donated=(1,))
 
 
 def _cache(heads: Heads) -> Args:

@@ -36,7 +36,7 @@ from aot_cases import Case, cases
 from aot_dump import Report, dump_options, find_ptxas, read_dump
 from aot_steps import STEP_COLUMNS, STEP_HEADER, StepCase, compile_step, step_cases
 
-from pallas_kernels import deviceless
+from pallas_kernels.testing import deviceless
 
 COLUMNS = "{:36s} {:22s} {:>14s} {:>5s} {:>4s} {:>5s} {:>6s} {:>6s} {:>5s} {:>4s} {:>5s}"
 HEADER = (

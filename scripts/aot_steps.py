@@ -20,7 +20,7 @@ from jaxserve.runner.buckets import NARROW_TABLE, Bucket
 from jaxserve.runner.kv_cache import bytes_per_token
 from jaxserve.runner.packing import pack
 from jaxserve.runner.step import StepState, make_step
-from pallas_kernels import deviceless
+from pallas_kernels.testing import deviceless
 
 DEVICE = Device("gpu", deviceless.DEVICE, 0, True, compute_capability=(9, 0), num_cores=132)
 DTYPE = "bfloat16"

@@ -18,8 +18,8 @@ from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import Submit
 from jaxserve.models import registry
+from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import load_params
-from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionMeta, KVCache
 from jaxserve.sampling_params import SamplingParams
@@ -68,7 +68,7 @@ def test_model(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> No
     renamed = {n.replace("model.", "transformer."): t for n, t in weights.items()}
 
     def load(architecture: str, tensors: dict[str, np.ndarray]):
-        spec = ModelSpec.from_hf({**config, "architectures": [architecture]})
+        spec = read_spec({**config, "architectures": [architecture]})
         return load_params(InMemory(tensors), spec, dtype="float32", loop="scan")[1]
 
     llama, same = load("LlamaForCausalLM", weights), load("ExampleForCausalLM", renamed)

@@ -27,6 +27,7 @@ from jaxserve.engine.built import BuiltEngine
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.phase import Phase
 from jaxserve.ipc.messages import Progress, Ready
+from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import abstract_params, load_params
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
@@ -57,7 +58,7 @@ def build(
     kept = keep_compiled_programs(config.compile.compilation_cache_dir)
     phase = functools.partial(Phase, engine, on_progress=on_progress)
     checkpoint = open_checkpoint(config.model.model)
-    spec = ModelSpec.from_hf(checkpoint.config)
+    spec = read_spec(checkpoint.config)
     device = current_device()
     dtype, dtype_decision = resolve_dtype(config.model, device)
     cache_dtype = kv_cache.cache_dtype(dtype, device)

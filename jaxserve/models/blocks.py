@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.spec import ModelSpec
-from jaxserve.ops.activation import ACTIVATIONS
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
-from jaxserve.ops.norm import rms_norm
+from jaxserve.ops.elementwise import ACTIVATIONS, rms_norm
 from jaxserve.ops.rope import rotate
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.checkpoint.locate import open_checkpoint
+from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import load_params
-from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import xla_attention
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 
@@ -29,7 +29,7 @@ def logits_of(path: Path, tokens: Sequence[int], *, dtype: str = "float32") -> n
       CheckpointError, UnsupportedModelError: it cannot be opened or loaded.
     """
     checkpoint = open_checkpoint(str(path))
-    spec = ModelSpec.from_hf(checkpoint.config)
+    spec = read_spec(checkpoint.config)
     graphdef, params = load_params(checkpoint, spec, dtype=dtype, loop="unroll")
     count = len(tokens)
     width = -(-count // BLOCK_SIZE)

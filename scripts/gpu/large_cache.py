@@ -16,8 +16,8 @@ from gpu.options import Options
 from gpu.report import Report
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
-from pallas_kernels.problems import LAYER, TOLERANCE, Shape, make_problem
 from pallas_kernels.ragged_attention import ragged_attention
+from pallas_kernels.testing.problems import LAYER, TOLERANCE, Shape, make_problem
 
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 CONTEXTS, CHUNKS = (1, 17, 200), (1, 9, 100)

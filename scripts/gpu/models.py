@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.config import Device
+from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import build_model
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.attention import AttentionBackend, AttentionShape, KVCache, select
@@ -70,7 +71,7 @@ def spec_of(name: str, *, num_layers: int | None = None) -> ModelSpec:
     config = CONFIGS[name]
     if num_layers is not None:
         config = config | {"num_hidden_layers": num_layers}
-    return ModelSpec.from_hf(config)
+    return read_spec(config)
 
 
 def backend_for(name: str, spec: ModelSpec, device: Device, dtype: str) -> AttentionBackend:

@@ -19,11 +19,10 @@ from gpu.errors import beyond
 from gpu.large_cache import check_large_cache
 from gpu.options import Options
 from gpu.report import Report
-from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
-from pallas_kernels.problems import LAYER, TOLERANCE, Shape, make_problem
 from pallas_kernels.ragged_attention import ragged_attention
+from pallas_kernels.testing.problems import LAYER, TOLERANCE, Shape, make_problem
 
 # The models' heads, then every option somewhere.
 HEADS: dict[str, dict[str, Any]] = {
@@ -63,7 +62,6 @@ def run(options: Options, report: Report) -> None:
         _attention(report, f"ragged {name}", rng, ragged, interpret)
     for dtype in ("bfloat16", "float32"):
         _write(report, rng, dtype, interpret)
-        _norm(report, rng, dtype, interpret)
     check_large_cache(options, report, rng)
 
 
@@ -99,27 +97,6 @@ def _write(report: Report, rng: np.random.Generator, dtype: str, interpret: bool
         num_wrong += int(np.sum(np.asarray(result) != cache))
     problem = f"{num_wrong} elements of the cache are wrong" if num_wrong else ""
     report.add(f"write {dtype}", problem=problem, wrong=num_wrong)
-
-
-def _norm(report: Report, rng: np.random.Generator, dtype: str, interpret: bool) -> None:
-    x, residual = rng.standard_normal((2, 37, 576)).astype(jnp.dtype(dtype))
-    weight = rng.standard_normal(576).astype(jnp.dtype(dtype))
-    _poison(x.nbytes * 64)
-    out, total = add_rms_norm(
-        *map(jnp.asarray, (x, residual, weight)), eps=1e-5, interpret=interpret
-    )
-    right_total = x.astype(np.float64) + residual.astype(np.float64)
-    # The kernel normalises the sum as it was rounded.
-    exact = np.asarray(total).astype(np.float64)
-    right = exact / np.sqrt(np.mean(exact**2, -1, keepdims=True) + 1e-5) * weight.astype(np.float64)
-    # Not max, which may pass over NaN.
-    error = float(np.max([_relative_error(total, right_total), _relative_error(out, right)]))
-    report.add(f"norm {dtype}", problem=beyond(error, TOLERANCE[dtype]), error=error)
-
-
-def _relative_error(result: jax.Array, right: np.ndarray) -> float:
-    difference = np.asarray(result).astype(np.float64) - right
-    return float(np.max(np.linalg.norm(difference, axis=-1) / np.linalg.norm(right, axis=-1)))
 
 
 def _poison(num_bytes: int) -> None:

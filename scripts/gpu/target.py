@@ -10,7 +10,7 @@ from gpu.report import Report, Skipped
 
 
 def run(options: Options, report: Report) -> None:
-    """Writes the description to a file, in the form that `pallas_kernels.deviceless` holds."""
+    """Writes the description to a file, in the form that `testing.deviceless` reads."""
     if jax.default_backend() == "cpu":
         raise Skipped("there is no GPU")
     topology = xla_client.get_topology_for_devices(jax.devices())

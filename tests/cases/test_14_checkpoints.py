@@ -26,7 +26,7 @@ from jaxserve.config import (
 from jaxserve.engine.factory import build
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.front.served_model import ModelFiles
-from jaxserve.models.spec import ModelSpec
+from jaxserve.models.hf_config import read_spec
 from jaxserve.testing.one_step import logits_of
 from jaxserve.testing.reference import Reference
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
@@ -290,7 +290,7 @@ def test_js_221_scaling_of_llama_3(tmp_path: Path) -> None:
     }
     folder = write(tmp_path / "x", tensors, rope_parameters=ABSENT, rope_scaling=scaling)
     assert_equal(folder, reference)
-    spec = ModelSpec.from_hf(open_checkpoint(str(folder)).config)
+    spec = read_spec(open_checkpoint(str(folder)).config)
     sizes = resolve_sizes(
         EngineConfig(), CPU, context_length=spec.context_length, bytes_per_token=512
     )

@@ -15,8 +15,8 @@ import pytest
 
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.checkpoint.orbax_cache import WeightsCache, entry_name
+from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import abstract_params, load_params
-from jaxserve.models.spec import ModelSpec
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint, write_weights
 
 FORMS = {"dtype": "float32", "loop": "scan"}
@@ -36,13 +36,13 @@ def cache(tmp_path: Path) -> WeightsCache:
 
 
 def convert(checkpoint, **forms: Any) -> Any:
-    spec = ModelSpec.from_hf(checkpoint.config)
+    spec = read_spec(checkpoint.config)
     return load_params(checkpoint, spec, **{**FORMS, **forms})[1]
 
 
 def restore(cache: WeightsCache, checkpoint, **forms: Any) -> Any:
     forms = {**FORMS, **forms}
-    spec = ModelSpec.from_hf(checkpoint.config)
+    spec = read_spec(checkpoint.config)
     return cache.restore(entry_name(checkpoint, **forms), abstract_params(spec, **forms)[1])
 
 
@@ -74,7 +74,7 @@ def test_weights_come_back_bit_by_bit(checkpoint, cache, caplog, dtype, loop) ->
 
 
 def test_what_an_abstract_model_promises_is_what_is_loaded(checkpoint) -> None:
-    spec = ModelSpec.from_hf(checkpoint.config)
+    spec = read_spec(checkpoint.config)
     for loop in ("scan", "unroll"):
         graphdef, like = abstract_params(spec, dtype="bfloat16", loop=loop)
         loaded_def, loaded = load_params(checkpoint, spec, dtype="bfloat16", loop=loop)
@@ -165,8 +165,8 @@ def test_weights_of_other_shapes_are_not_taken(checkpoint, cache, caplog) -> Non
     name = entry_name(checkpoint, **FORMS)
     cache.save(name, convert(checkpoint))
     other = dataclasses.replace(
-        ModelSpec.from_hf(checkpoint.config),
-        vocab_size=ModelSpec.from_hf(checkpoint.config).vocab_size + 1,
+        read_spec(checkpoint.config),
+        vocab_size=read_spec(checkpoint.config).vocab_size + 1,
     )
     assert cache.restore(name, abstract_params(other, **FORMS)[1]) is None
     assert "is damaged" in caplog.text

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import load_params
-from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import xla_attention
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 
@@ -42,7 +42,7 @@ class PagedModel:
     """
 
     def __init__(self, checkpoint: Any, config: Mapping[str, Any], *, loop: str, **options) -> None:
-        self.spec = ModelSpec.from_hf(config)
+        self.spec = read_spec(config)
         graphdef, self.params = load_params(
             checkpoint, self.spec, dtype="float32", loop=loop, **options
         )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import load_params
-from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import xla_attention
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 from jaxserve.testing.tiny import random_tensors, tiny_config
@@ -25,7 +25,7 @@ def lower(in_memory):
 
     def make(loop: Literal["scan", "unroll"], dtype: str, *, decode_only: bool):
         config = tiny_config(num_hidden_layers=3)
-        spec = ModelSpec.from_hf(config)
+        spec = read_spec(config)
         checkpoint = in_memory(random_tensors(config))
         graphdef, params = load_params(checkpoint, spec, dtype=dtype, loop=loop)
         attention = AttentionBackend("xla", xla_attention.write, xla_attention.attend)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import build_model, load_params
-from jaxserve.models.spec import ModelSpec
 from jaxserve.testing.tiny import random_tensors, tiny_config
 
 
 def load(checkpoint, config, *, dtype="float32", loop="unroll", on_progress=None):
-    spec = ModelSpec.from_hf(config)
+    spec = read_spec(config)
     return load_params(checkpoint, spec, dtype=dtype, loop=loop, on_progress=on_progress)[1]
 
 
@@ -121,7 +121,7 @@ def test_layers_that_differ_cannot_be_looped_over():
         "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=4, max_window_layers=1
     )
     with pytest.raises(ConfigError, match="--layer-loop unroll"):
-        build_model(ModelSpec.from_hf(config), loop="scan")
+        build_model(read_spec(config), loop="scan")
 
 
 def test_tensors_are_let_go_as_they_are_placed(in_memory):

@@ -1,4 +1,4 @@
-"""Random attention problems, see `pallas_kernels.problems`."""
+"""Random attention problems, see `pallas_kernels.testing.problems`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import problems
+from pallas_kernels.testing import problems
 
 
 @pytest.fixture(autouse=True)

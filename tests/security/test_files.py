@@ -20,8 +20,8 @@ from jaxserve.checkpoint.gguf_file import ARRAY, SCALARS, STRING
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.checkpoint.safetensors import SafetensorsFile
 from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import load_params
-from jaxserve.models.spec import ModelSpec
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -258,7 +258,7 @@ def gguf_bytes(fields):
 def load_gguf(path):
     """All that the front and an engine ask of a file before it is served."""
     checkpoint = GGUFCheckpoint(path)
-    spec = ModelSpec.from_hf(checkpoint.config)
+    spec = read_spec(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
     tokenizer.encode("hello")
     arrays = dict(checkpoint.tensors())
@@ -330,7 +330,7 @@ def opened(path):
     """All that the front and an engine ask of a folder but the weights."""
     checkpoint = open_checkpoint(str(path))
     checkpoint.tokenizer().encode("hello")
-    return ModelSpec.from_hf(checkpoint.config)
+    return read_spec(checkpoint.config)
 
 
 NOT_JSON = [
@@ -392,7 +392,7 @@ JSON_VALUES = ODD | st.sampled_from(
 def test_configs_with_odd_values(key, value) -> None:
     """The values of JSON: what cannot be a model is refused by name, and takes no memory."""
     config = json.loads(json.dumps({**CONFIG, key: value}, default=str))
-    refusal(lambda: ModelSpec.from_hf(config))
+    refusal(lambda: read_spec(config))
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_sizes_beyond_the_weights_take_no_memory(scratch, key) -> None:
 
     def load():
         checkpoint = open_checkpoint(str(path))
-        spec = ModelSpec.from_hf(checkpoint.config)
+        spec = read_spec(checkpoint.config)
         load_params(
             checkpoint, spec, dtype="float32", loop="scan", on_progress=lambda done, total: None
         )

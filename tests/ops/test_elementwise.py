@@ -1,11 +1,34 @@
-"""RMS normalisation against float64."""
+"""Activations against their definitions, RMS normalisation against float64."""
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
-from jaxserve.ops.norm import rms_norm
+import numpy as np
+import pytest
+
+from jaxserve.ops.elementwise import ACTIVATIONS, rms_norm
 from jaxserve.testing.tolerance import rounding, unit
+
+ERF = np.vectorize(math.erf)
+DEFINITIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "swish": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x / 2 * (1 + ERF(x / 2**0.5)),
+    "gelu_new": lambda x: x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "relu": lambda x: np.maximum(x, 0),
+}
+DEFINITIONS["gelu_pytorch_tanh"] = DEFINITIONS["gelu_new"]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_equals_its_definition(name: str):
+    x = np.linspace(-6, 6, 200, dtype=np.float32)
+    got = np.asarray(ACTIVATIONS[name](x))
+    # A polynomial of degree three, a function such as tanh, and a product: ten roundings.
+    atol = rounding("float32", 10, scale=6)
+    np.testing.assert_allclose(got, DEFINITIONS[name](x.astype(np.float64)), rtol=0, atol=atol)
+
 
 STEPS = 4
 """The roundings of a norm after its sum: of the mean, the root and two products."""
@@ -16,7 +39,7 @@ def reference(x, weight, eps: float) -> np.ndarray:
     return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * weight.astype(np.float64)
 
 
-def test_equals_float64(rng: np.random.Generator):
+def test_a_norm_equals_float64(rng: np.random.Generator):
     x = rng.standard_normal((7, 3, 576)).astype(np.float32) * 10
     weight = rng.standard_normal(576).astype(np.float32)
     got = np.asarray(rms_norm(x, weight, eps=1e-5))

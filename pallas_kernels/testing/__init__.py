@@ -1,0 +1,1 @@
+"""Test support for kernels: random problems, and compilation without a GPU."""

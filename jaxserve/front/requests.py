@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxserve.core.limits import check_length, context_length
+from jaxserve.core.request import check_length, context_length
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.generation_defaults import GenerationDefaults
 from jaxserve.front.metrics import RequestRecord

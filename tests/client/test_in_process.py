@@ -9,8 +9,7 @@ import pytest
 from jaxserve.client.in_process import InProcessEngine
 from jaxserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from jaxserve.core.scheduler import Scheduler
-from jaxserve.engine.built import BuiltEngine
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import BuiltEngine, EngineCore
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Progress, RequestOutput, Submit
 from jaxserve.sampling_params import SamplingParams

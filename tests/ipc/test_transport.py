@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from jaxserve.ipc.messages import (
     Abort,
+    Decision,
     EngineFailed,
     FinishReason,
     Progress,
@@ -42,10 +43,9 @@ REQUESTS = [
 ]
 EVENTS = [
     Progress(3, "load weights", 1.5, 2.0, "GB", "from disk", seconds=0.25),
-    Ready(3, 99, 2048, 1000, 16, 64, 8, 512, [("dtype", "float32", "a CPU")], 7),
+    Ready(3, 2048, 1000, 16, 64, 8, 512, [Decision("dtype", "float32", "a CPU")], 7),
     StepOutputs(
         3,
-        12.5,
         [
             RequestOutput("a", [5], logprobs=[TokenLogprobs([5, 6], [-0.1, -2.0], 1)]),
             RequestOutput("b", [8, 9], FinishReason.STOP, stop_reason=9, num_cached_tokens=16),

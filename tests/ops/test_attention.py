@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.config import Device
+from jaxserve.device import Device
 from jaxserve.ops.attention import BACKENDS, AttentionMeta, KVCache, load
 
 CONTEXTS = (0, 1, 15, 16, 17, 31, 33, 200)

@@ -75,7 +75,7 @@ class EngineProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the loop has not been told yet that the process ended."""
+        """Whether the process is running, as far as the event loop knows."""
         return not self._exit_code.done()
 
     async def wait(self) -> int:

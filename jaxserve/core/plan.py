@@ -22,7 +22,7 @@ class Sizes:
       num_blocks: blocks in the KV cache, with block 0, which no request ever holds.
       max_num_seqs: requests that run at the same time; the number of rows.
       max_num_batched_tokens: tokens in one step.
-      decisions: the sizes that the user left open, with reasons.
+      decisions: how the context and the KV cache were sized, and why, for people.
     """
 
     max_model_len: int

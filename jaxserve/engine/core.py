@@ -5,12 +5,13 @@ One `EngineCore.step` with two steps in flight:
     Submit ──> Scheduler.add           the request waits; one with a grammar waits for that first
     Scheduler.schedule ──> StepPlan    which tokens of which requests, new blocks, rows
     Runner.execute(plan)               packs the plan, starts the forward pass, returns a handle
-    handle.result() ──> StepResult     of the step before: waits for its sampled token IDs
-    handle.sample()                    constrained plans only: masks need the token just received
-    Scheduler.update ──> RequestOutput appends tokens, ends requests, frees rows and blocks
+    result() of the previous step      waits for its sampled token IDs
+    Scheduler.update ──> RequestOutput appends these tokens, ends requests, frees rows and blocks
+    handle.sample()                    constrained plans only: the masks depend on these tokens
 
-Token IDs stay on the device from one step to the next. The host learns them one step later, so the
-device never waits for the host. Depth 1 waits for each step before it plans the next one.
+Sampled tokens stay on the device as the input of the next step. The host receives them one step
+later, so the device does not wait for the host. With depth 1, the host waits for each step before
+it plans the next one.
 """
 
 from __future__ import annotations

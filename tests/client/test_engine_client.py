@@ -8,7 +8,7 @@ import uvloop
 
 from jaxserve.client.engine_client import EngineClient
 from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
+from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.ipc.messages import FinishReason, Progress, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, expected_tokens
@@ -88,13 +88,13 @@ def expect(client, prompt, params):
 
 
 async def until(client, condition):
-    """Waits until ``condition()``, looking whenever an engine has said something."""
-    heard = asyncio.Event()
-    client.on_outputs = lambda _: heard.set()
+    """Waits until ``condition()``, checking it after every event of an engine."""
+    received = asyncio.Event()
+    client.on_outputs = lambda _: received.set()
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():
-            heard.clear()
-            await heard.wait()
+            received.clear()
+            await received.wait()
 
 
 def requests_held(client):
@@ -202,7 +202,7 @@ async def test_leaving_a_stream_frees_what_it_held(start, how):
         with pytest.raises(asyncio.CancelledError):
             await task
     assert client.num_in_flight == 0
-    # An engine without work says so at once, not with the next heartbeat.
+    # An engine that becomes idle reports it at once, not with the next heartbeat.
     await until(client, lambda: requests_held(client) == [0] and client.stats[0].kv_usage == 0)
     assert client.stats[0].total_generation_tokens < ENDLESS.max_tokens
     params = SamplingParams(max_tokens=5, seed=3)
@@ -278,6 +278,13 @@ async def test_an_error_of_the_user_at_the_start_keeps_its_type(start, caplog):
     with pytest.raises(ConfigError, match="fake:bogus=1"):
         await start("fake:bogus=1", num_engines=2)
     assert "Traceback" not in caplog.text
+
+
+async def test_an_error_that_is_not_listed_arrives_as_its_base_class(factory):
+    body = "from jaxserve.errors import UnknownModelError\nraise UnknownModelError('m', ('a',))"
+    with pytest.raises(JaxserveError, match="Models served here: a") as caught:
+        await EngineClient.start(engine_config(), factory=factory(body))
+    assert type(caught.value) is JaxserveError
 
 
 @pytest.mark.parametrize(
@@ -369,7 +376,7 @@ async def test_health_fails_when_an_engine_is_stuck_and_its_clients_have_given_u
     await until(client, lambda: is_healthy(client))
 
 
-async def test_a_request_that_cannot_be_sent_is_not_requests_held(start):
+async def test_a_request_that_cannot_be_sent_is_not_in_flight(start):
     client = await start()
     stream = client.generate(Submit("a", [2**70], SamplingParams(seed=1)))
     with pytest.raises(OverflowError):
@@ -398,7 +405,7 @@ async def test_drain_aborts_what_takes_too_long(start):
     await until(client, lambda: requests_held(client) == [0] and client.stats[0].kv_usage == 0)
 
 
-async def test_close_fails_what_is_requests_held_and_leaves_nothing_behind(start, engines):
+async def test_close_fails_what_is_in_flight_and_leaves_nothing_behind(start, engines):
     client = await start(SLOW, num_engines=2)
     streams = await start_streams(client, 3)
     children = engines()

@@ -157,7 +157,7 @@ async def test_a_failing_step_fails_every_request(start) -> None:
         await read(generate(engine, [1], "later"))
 
 
-async def test_closing_fails_what_is_on_board(start) -> None:
+async def test_closing_fails_what_is_in_flight(start) -> None:
     engine = await start(config("fake:step_s=0.001"))
     reading = asyncio.create_task(read(generate(engine, [1], max_tokens=900)))
     async with asyncio.timeout(20):

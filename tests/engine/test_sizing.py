@@ -104,7 +104,7 @@ def test_a_context_that_does_not_fit_names_the_largest_that_would() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "says"),
+    ("groups", "message"),
     [
         ({"model": ModelConfig(max_model_len=4096)}, "context of 2048"),
         ({"model": ModelConfig(max_model_len=0)}, "--max-model-len must be at least 1, got 0"),
@@ -121,8 +121,8 @@ def test_a_context_that_does_not_fit_names_the_largest_that_would() -> None:
         ),
     ],
 )
-def test_impossible_settings_are_refused(groups, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_impossible_settings_are_refused(groups, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         sizes(**groups)
 
 

@@ -97,15 +97,15 @@ def test_addresses_fit_a_socket_even_if_the_temporary_folder_has_a_long_name(tmp
 
 
 async def test_every_message_passes_both_ways(folder):
-    heard = []
+    received = []
 
     def engine():
         with terminated(zmq.Context()) as context:
             receiver = RequestReceiver(context, folder.requests(3))
             sender = EventSender(context, folder.events)
             sender.send(EVENTS[0])  # so that the front knows that the engine listens
-            while not isinstance(heard[-1] if heard else None, Shutdown):
-                heard.append(receiver.receive())
+            while not isinstance(received[-1] if received else None, Shutdown):
+                received.append(receiver.receive())
             for event in EVENTS[1:]:
                 sender.send(event)
             receiver.close()
@@ -124,7 +124,7 @@ async def test_every_message_passes_both_ways(folder):
         receiver.close()
         sender.close()
     await asyncio.to_thread(thread.join)
-    assert heard == REQUESTS
+    assert received == REQUESTS
     assert events == EVENTS
 
 
@@ -140,9 +140,9 @@ async def test_the_front_takes_what_has_come_at_once():
         raw.connect(address)
         for event in events:
             raw.send(encode(event))
-        heard = [await receiver.receive() for _ in range(3)]
-        assert list(map(len, heard)) == [MAX_EVENTS, MAX_EVENTS, 1]
-        assert sum(heard, []) == events
+        received = [await receiver.receive() for _ in range(3)]
+        assert list(map(len, received)) == [MAX_EVENTS, MAX_EVENTS, 1]
+        assert sum(received, []) == events
         waiting = asyncio.create_task(receiver.receive())
         await asyncio.sleep(0)
         assert not waiting.done()

@@ -1,4 +1,4 @@
-"""A stream of the outputs of one request, from the event loop's engine task to one reader."""
+"""The stream of one request's outputs, from an engine to the reader in the front."""
 
 from __future__ import annotations
 

@@ -9,7 +9,10 @@ from jaxserve.ipc.messages import Ready, RequestOutput, StepStats, Submit
 
 
 class Engine(Protocol):
-    """Generates tokens for prompts of tokens. The front validates requests before `generate`."""
+    """Generates output tokens for prompts of token IDs.
+
+    An engine does not validate requests: the front has done so before `generate`.
+    """
 
     @property
     def ready(self) -> Ready:

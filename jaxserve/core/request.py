@@ -56,7 +56,8 @@ class Request:
       constraint: restricts the output, or None.
       prompt_logprobs: one entry per prompt token scored so far; entry 0 is None, since nothing
         precedes the first token. None if not requested, or already returned.
-      pooled: with ``params.pooling``, the sum of the hidden states so far.
+      pooled: with ``params.pooling``, the sum of the hidden states so far ("mean"), or the hidden
+        state of the last token ("last").
     """
 
     id: str

@@ -58,13 +58,14 @@ class Scheduler:
         }
         self._kv = KVCacheManager(BlockPool(num_blocks), block_size)
         self._key = POLICIES[policy]
-        # Both sorted by the key of the policy. They rarely hold more than a few thousand requests,
+        # Both are sorted by the key of the policy. They rarely hold more than a few thousand requests,
         # and moving that many pointers takes a microsecond, so a list beats a heap or a tree.
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._num_rows = max_num_seqs
         self._free_rows = list(range(max_num_seqs))
+        # Step ID -> the requests of the plan, aligned with `StepPlan.scheduled`.
         self._in_flight: dict[int, Sequence[Request]] = {}
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()

@@ -107,7 +107,7 @@ def test_unsound_plans_are_noticed(fields, message):
         (make_part([7], row=1, new_block_ids=[3]), "a request is scheduled twice"),
         (make_part([7], request_id="b", new_block_ids=[3]), "two requests in one row"),
         (make_part([7], request_id="b", row=1, new_block_ids=[3]), "one token come first"),
-        (make_part([7] * 5, request_id="b", row=1, new_block_ids=[3]), "outside the blocks of the row"),
+        (make_part([7] * 5, request_id="b", row=1, new_block_ids=[3]), "outside the blocks"),
     ],
 )
 def test_parts_that_do_not_go_together_are_noticed(second, message):

@@ -58,8 +58,8 @@ class Scheduler:
         }
         self._kv = KVCacheManager(BlockPool(num_blocks), block_size)
         self._key = POLICIES[policy]
-        # Both are sorted by the key of the policy. They rarely hold more than a few thousand requests,
-        # and moving that many pointers takes a microsecond, so a list beats a heap or a tree.
+        # Both are sorted by the key of the policy. They rarely hold more than a few thousand
+        # requests, and moving that many pointers takes a microsecond, so a list beats a heap.
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}

@@ -153,11 +153,8 @@ def _load(
     if params is not None:
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         on_bytes(total, total)
-        return (
-            graphdef,
-            params,
-            [Decision("weights", "restored", f"kept in {cache} by an earlier start")],
-        )
+        restored = Decision("weights", "restored", f"kept in {cache} by an earlier start")
+        return graphdef, params, [restored]
     graphdef, params = convert()
     weights_cache.save(name, params)
     return graphdef, params, [Decision("weights", "converted", f"not in {cache} yet")]

@@ -158,13 +158,10 @@ class FakeRunner:
         row = self._rows[scheduled.row]
         assert row.request_id == scheduled.request_id, "a row got another request without is_new"
         assert scheduled.start == row.num_written, "a gap or an overlap in the positions"
-        assert scheduled.block_offset == len(row.block_table), (
-            "a gap or an overlap in the block table"
-        )
-        assert all(0 < block < len(self._cache) for block in scheduled.new_block_ids), (
-            "a block does not exist"
-        )
-        row.block_table += scheduled.new_block_ids
+        offset, new_block_ids = scheduled.block_offset, scheduled.new_block_ids
+        assert offset == len(row.block_table), "a gap or an overlap in the block table"
+        assert all(0 < b < len(self._cache) for b in new_block_ids), "a block does not exist"
+        row.block_table += new_block_ids
         assert len(set(row.block_table)) == len(row.block_table), "a block is twice in one table"
         return row
 

@@ -1,4 +1,4 @@
-"""A model in this process, for scripts and notebooks: no server, no sockets.
+"""`LLM`: a model in this process, for scripts and notebooks, without a server.
 
 from jaxserve import SamplingParams
 from jaxserve.llm import LLM
@@ -32,7 +32,8 @@ from jaxserve.engine.process import load_factory
 from jaxserve.engine.startup import ProgressLines
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
 from jaxserve.front.concurrency import bounded_as_completed
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.requests import GenerateRequest
+from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.launch import FACTORY
 from jaxserve.ipc.messages import Progress
@@ -46,32 +47,32 @@ T = TypeVar("T")
 Messages: TypeAlias = list[dict[str, Any]]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Encoded: TypeAlias = tuple[str | None, list[int]]
-"""A prompt's text, if it was one, and its tokens."""
+"""The string of a prompt, if it was given as one, and its token IDs."""
 
 logger = logging.getLogger(__name__)
 
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
-"""Is there where a GPU may be."""
+"""Exists on machines with the driver of NVIDIA."""
 
 
 class LLM:
     """A model, its tokenizer and an engine.
 
-    Its methods may be called from any thread; calls at the same time share the engine. An interrupt
-    (Ctrl-C) ends a call and leaves the engine as good as new.
+    Methods may be called from any thread; concurrent calls share the engine. An interrupt (Ctrl-C)
+    aborts a call, and the engine can be used again.
 
-    Unless ``XLA_CLIENT_MEM_FRACTION`` is set it sets it, so that jax takes as much of a GPU as
-    ``memory_fraction`` needs. jax looks at it once, so make the `LLM` before jax is used.
+    The constructor sets ``XLA_CLIENT_MEM_FRACTION`` unless it is set, so that jax takes the part of
+    a GPU that ``memory_fraction`` needs. jax reads it once: make the `LLM` before jax is used.
 
     Args:
       model: as ``--model``; None: the default model.
       factory: ``module:function`` that builds the engine.
-      show_progress: print what is done while the model is loaded.
-      **settings: any other field of the groups of `EngineConfig`, named as the flags are:
+      show_progress: print the progress of loading.
+      **settings: any other field of the groups of `EngineConfig`, under the name of its flag:
         dtype="float32", max_model_len=2048, num_blocks=512...
 
     Raises:
-      ConfigError: there is no such setting, or it is impossible.
+      ConfigError: a setting is unknown or invalid.
       CheckpointError: the model cannot be loaded.
     """
 
@@ -92,22 +93,19 @@ class LLM:
                 f"{config.parallel.data_parallel_size}"
             )
         ask_for_memory(config, os.environ)
-        served = ServedModel.open(config.model)
+        files = ModelFiles.open(config.model)
         build = load_factory(factory)
         on_progress = ProgressLines() if show_progress else _ignore
         background = _Background()
-        # At the end of the program too: a thread inside jax must not outlive the interpreter.
+        # Also runs at interpreter exit: a thread inside jax must not outlive the interpreter.
         self._close = weakref.finalize(self, background.close)
         self._call = background.call
         try:
             engine = background.start(lambda: build(config, 0, on_progress))
-            self._text_engine = TextEngine(
-                engine,
-                served.tokenizer,
-                model_names=[served.name],
-                defaults=served.defaults,
-                max_in_flight=sys.maxsize,
+            served = ServedModel.create(
+                engine.ready, files.tokenizer, names=[files.name], defaults=files.defaults
             )
+            self._text_engine = TextEngine(engine, served, max_in_flight=sys.maxsize)
         except BaseException:
             self.close()
             raise
@@ -119,16 +117,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[LLMOutput]:
-        """Completes prompts; the outputs are in the order of the prompts.
+        """Completes prompts and returns an output for each, in order.
 
         Args:
-          prompts: a text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, or a
-            list of these.
-          sampling_params: for all prompts, or one for each; None: the model's defaults.
+          prompts: a string, token IDs, ``{"prompt": string}`` or ``{"prompt_token_ids": ids}``, or
+            a list of these.
+          sampling_params: for all prompts, or a list with one for each; None: the model's defaults.
           use_tqdm: show a progress bar.
 
         Raises:
-          InvalidRequestError: a prompt or its parameters cannot be served; none has run then.
+          InvalidRequestError: a prompt or its parameters cannot be served; then none has run.
           EngineDeadError: the engine has failed.
         """
         return self._call(self._generate(as_prompts(prompts), sampling_params, use_tqdm))
@@ -143,13 +141,13 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[LLMOutput]:
-        """Answers a conversation, or several; otherwise like `generate`.
+        """Answers one or several conversations; otherwise like `generate`.
 
         Args:
           messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists.
           sampling_params: as in `generate`.
           add_generation_prompt: end the prompt with the start of the assistant's turn.
-          continue_final_message: go on with the last message, which is the assistant's.
+          continue_final_message: continue the last message, which must be the assistant's.
           chat_template_kwargs: more variables for the template.
           use_tqdm: show a progress bar.
         """
@@ -167,15 +165,15 @@ class LLM:
         return self._call(self._chat(requests, sampling_params, use_tqdm))
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model."""
-        return self._text_engine.tokenizer
+        """Returns the tokenizer of the model."""
+        return self._text_engine.model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What counts when no parameters are given."""
-        return SamplingParams(**self._text_engine.defaults.sampling)  # type: ignore[arg-type]
+        """Returns the parameters of calls that give none."""
+        return SamplingParams(**self._text_engine.model.defaults.sampling)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Ends the engine and frees its memory. May be called again."""
+        """Stops the engine and frees its memory. Calling it again does nothing."""
         self._close()
 
     def __enter__(self) -> LLM:
@@ -187,7 +185,7 @@ class LLM:
     async def _chat(
         self, requests: list[ChatRequest], params: Params, use_tqdm: bool
     ) -> list[LLMOutput]:
-        texts = [await render_prompt(self._text_engine, request) for request in requests]
+        texts = [await render_prompt(self._text_engine.model, request) for request in requests]
         # The template writes the special tokens itself.
         ids = await self._text_engine.encode_batch(texts, add_special_tokens=False)
         return await self._run(list(zip(texts, ids, strict=True)), params, use_tqdm)
@@ -207,22 +205,22 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidRequestError(
-                f"sampling_params must be one, or one for each of the {len(prompts)} prompts; got "
-                f"{len(each)}",
+                f"sampling_params must be one object or a list of {len(prompts)}, one for each "
+                f"prompt; got {len(each)}",
                 param="sampling_params",
             )
         outputs = [
             LLMOutput(text, ids, [CompletionOutput(j) for j in range(p.n)])
             for (text, ids), p in zip(prompts, each, strict=True)
         ]
-        # Checks every request; none runs yet.
+        # Checks every request before any runs.
         deltas = [
-            self._text_engine.generate(output.prompt_token_ids, p)
+            self._text_engine.generate(GenerateRequest(prompts=[output.prompt_token_ids], params=p))
             for output, p in zip(outputs, each, strict=True)
         ]
 
         async def answer(i: int) -> LLMOutput:
-            return await collect(deltas[i], outputs[i], self._text_engine.tokenizer)
+            return await collect(deltas[i], outputs[i], self._text_engine.model.tokenizer)
 
         limit = 2 * self._text_engine.engine.ready.max_num_seqs
         num_tokens = 0
@@ -245,12 +243,12 @@ class _Background:
         self._thread.start()
 
     def start(self, build: Callable[[], BuiltEngine]) -> InProcessEngine:
-        """Builds the engine and waits until it can serve."""
+        """Builds the engine and waits until it is ready."""
         self._engine = self.call(InProcessEngine.start(build))
         return self._engine
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the loop and waits for it; an interrupt ends it."""
+        """Runs a coroutine on the loop and returns its result; an interrupt cancels it."""
         if self._loop.is_closed():
             work.close()
             raise EngineDeadError("this LLM has been closed")
@@ -262,7 +260,7 @@ class _Background:
             raise
 
     def close(self) -> None:
-        """Ends the engine, then the loop and its thread."""
+        """Stops the engine, then the loop and its thread."""
         if self._engine is not None:
             self.call(self._engine.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -271,10 +269,10 @@ class _Background:
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
-    """The config with these fields, whichever group each belongs to.
+    """Returns the config with these fields, each put into its group.
 
     Raises:
-      ConfigError: a name is not that of a setting; the message lists them all.
+      ConfigError: a setting is unknown; the message lists them all.
     """
     rest = dict(settings)
     groups = {}
@@ -284,12 +282,12 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
         known += fields
         groups[name] = group(**{field: rest.pop(field) for field in fields if field in rest})
     if rest:
-        raise ConfigError(f"there is no setting {', '.join(rest)}; there are {', '.join(known)}")
+        raise ConfigError(f"unknown setting {', '.join(rest)}; expected one of {', '.join(known)}")
     return EngineConfig(**groups)
 
 
 def ask_for_memory(config: EngineConfig, environment: MutableMapping[str, str]) -> None:
-    """Sets how much of a GPU jax is to take, with a warning if it may have taken it already."""
+    """Sets the part of a GPU that jax takes; warns if jax may have taken its part already."""
     settings = memory_settings(config.cache, environment)
     environment.update(settings)
     if settings and "jax" in sys.modules and NVIDIA_DRIVER.exists():

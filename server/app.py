@@ -8,33 +8,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from server.errors import HANDLERS, CatchUnexpected
 from server.middleware import ApiKey, ForeignPages, RequestId, RootPath
-from server.routes import (
-    chat,
-    completions,
-    control,
-    embeddings,
-    health,
-    metrics,
-    models,
-    openapi,
-    responses,
-    tokenize,
-)
+from server.routes import openai, openapi, service, tokenize
 from server.settings import ApiSettings
 from server.state import ServerState
 
-ROUTES = [
-    *completions.routes,
-    *chat.routes,
-    *responses.routes,
-    *embeddings.routes,
-    *models.routes,
-    *health.routes,
-    *tokenize.routes,
-    *metrics.routes,
-    *control.routes,
-    *openapi.routes,
-]
+ROUTES = [*openai.routes, *service.routes, *tokenize.routes, *openapi.routes]
 
 
 def create_app(

@@ -20,8 +20,8 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from jaxserve.openai.errors import make_error
-from server.chunks import EXTENSION, write_chunk
 from server.errors import TYPES
+from server.sse import WRITE_CHUNK
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers. The parser itself would take any number of bytes."""
@@ -149,7 +149,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.transport = _Outgoing(self, self.cycle)  # type: ignore[assignment]
         # The application has not begun: it runs in a task.
-        self.scope["extensions"] = {EXTENSION: {"write": partial(write_chunk, self.cycle)}}
+        self.scope["extensions"] = {WRITE_CHUNK: {"write": partial(write_chunk, self.cycle)}}
 
     def on_body(self, body: bytes) -> None:
         """A part of the body of a request."""
@@ -271,3 +271,11 @@ class _Outgoing:
     def close(self) -> None:
         """The cycle wants the connection closed."""
         self._protocol.close_after(self._cycle)
+
+
+async def write_chunk(cycle: RequestResponseCycle, data: bytes) -> None:
+    """Writes a chunk as uvicorn writes the message of a body whose length is unknown."""
+    if cycle.flow.write_paused and not cycle.disconnected:
+        await cycle.flow.drain()
+    if not cycle.disconnected:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -79,7 +79,7 @@ def render(text_engine: TextEngine, *, prefix: str) -> str:
     engines these numbers have the label ``engine="all"``.
     """
     stats, metrics = text_engine.engine.stats, text_engine.metrics
-    model = f'model_name="{_escape(text_engine.model_name)}"'
+    model = f'model_name="{_escape(text_engine.model.name)}"'
     engines = {index: f'{model},engine="{index}"' for index in stats}
     front = next(iter(engines.values())) if len(engines) == 1 else f'{model},engine="all"'
 

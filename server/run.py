@@ -19,7 +19,7 @@ from jaxserve.client.engine_client import EngineClient
 from jaxserve.client.protocol import Engine
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
 from server.app import create_app
 from server.console import Console
@@ -122,13 +122,13 @@ async def _start(
         EngineClient.start(config, factory=settings.engine_factory, on_progress=on_progress)
     )
     try:
-        model = await asyncio.to_thread(ServedModel.open, config.model)
+        files = await asyncio.to_thread(ModelFiles.open, config.model)
         client = await starting
     except BaseException:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
-    text_engine = make_text_engine(client, model, api, settings, chat_template=template)
+    text_engine = make_text_engine(client, files, api, settings, chat_template=template)
     client.on_outputs = text_engine.metrics.step_done
     # What has been made so far stays; the collector need not look at it again.
     gc.collect()
@@ -138,24 +138,24 @@ async def _start(
 
 def make_text_engine(
     engine: Engine,
-    model: ServedModel,
+    files: ModelFiles,
     api: ApiSettings,
     settings: ServerSettings,
     *,
     chat_template: str | None,
 ) -> TextEngine:
-    """The front of ``engine`` as the settings want it. Raises ConfigError."""
-    return TextEngine(
-        engine,
-        model.tokenizer,
-        model_names=api.served_model_name or (model.name,),
-        defaults=model.defaults,
-        max_in_flight=api.max_queue,
+    """Returns a text engine on ``engine`` with these settings. Raises ConfigError."""
+    model = ServedModel.create(
+        engine.ready,
+        files.tokenizer,
+        names=api.served_model_name or (files.name,),
+        defaults=files.defaults,
         chat_template=chat_template,
         template_variables=settings.template_variables,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
     )
+    return TextEngine(engine, model, max_in_flight=api.max_queue)
 
 
 async def _unless_stopped(stop: asyncio.Future[int], work: Coroutine[Any, Any, T]) -> T:
@@ -227,7 +227,7 @@ def _announce(
     console: Console, text_engine: TextEngine, listener: socket.socket, api: ApiSettings
 ) -> None:
     host, port = listener.getsockname()[:2]
-    sampling, source = text_engine.defaults.describe()
+    sampling, source = text_engine.model.defaults.describe()
     console.decisions([*text_engine.engine.ready.decisions, ("sampling", sampling, source)])
     if not is_local(listener) and not api.api_key:
         console.say("  WARNING: everybody who can reach this machine can use it; see --api-key")
@@ -236,9 +236,9 @@ def _announce(
         reachable = f"[{host}]" if ":" in host else host
     console.ready(
         url=f"http://{reachable}:{port}/v1",
-        model=text_engine.model_name,
-        context=text_engine.max_model_len,
-        is_chat=text_engine.chat_template is not None,
+        model=text_engine.model.name,
+        context=text_engine.model.max_model_len,
+        is_chat=text_engine.model.chat_template is not None,
         needs_key=bool(api.api_key),
     )
 

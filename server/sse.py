@@ -6,19 +6,24 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.chunks import chunk_writer
 from server.errors import logger, reply_to
 
 T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
+
+WriteChunk: TypeAlias = Callable[[bytes], Awaitable[None]]
+
+WRITE_CHUNK = "jaxserve.write_chunk"
+"""The ASGI extension by which a server offers a `WriteChunk`, under the key ``write``."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -107,6 +112,22 @@ class EventStream(Response):
                     logger.exception("a stream was broken off")
                 await write(event(reply.body))
         await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
+
+
+def chunk_writer(scope: Scope, send: Send) -> WriteChunk:
+    """Returns a function that sends a piece of a body of unknown length, after its head.
+
+    It waits while the client reads slowly. Send the end of the body with ``send``. An ASGI message
+    passes every layer of the application and of the server, which costs as much as making the
+    piece, so a server may offer a shorter way as the extension `WRITE_CHUNK`.
+    """
+    offered = scope.get("extensions", {}).get(WRITE_CHUNK)
+    return partial(_send_message, send) if offered is None else offered["write"]
+
+
+async def _send_message(send: Send, data: bytes) -> None:
+    """Sends a piece as a message that any ASGI server understands."""
+    await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

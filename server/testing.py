@@ -12,7 +12,7 @@ from jaxserve.cli import read_flags
 from jaxserve.client.in_process import InProcessEngine
 from jaxserve.config import EngineConfig
 from jaxserve.engine.process import load_factory
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.served_model import ModelFiles
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import Progress
 from server.__main__ import make_parser, read_config
@@ -61,13 +61,13 @@ class ServerThread:
         self._end_loop()
 
     async def _start(self, config: EngineConfig) -> None:
-        model = ServedModel.open(config.model)
+        files = ModelFiles.open(config.model)
         template = read_template(self._settings.chat_template)
         build = load_factory(self._settings.engine_factory)
         self._engine = await InProcessEngine.start(functools.partial(build, config, 0, _ignore))
         try:
             self.text_engine: TextEngine = make_text_engine(
-                self._engine, model, self._api, self._settings, chat_template=template
+                self._engine, files, self._api, self._settings, chat_template=template
             )
         except BaseException:
             await self._engine.close()

@@ -1,9 +1,12 @@
 """What tests of several packages share."""
 
+import os
 import signal
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -11,11 +14,73 @@ from jaxserve.checkpoint.locate import find_in_package
 from jaxserve.errors import CheckpointError
 from jaxserve.testing.tiny import write_checkpoint
 
+# The facts on which the dtype `auto` depends, by what it chooses.
+CPU_FLAGS = {"float32": "fpu avx2", "bfloat16": "fpu avx2 avx512_bf16"}
+
+# The examples of a test follow from its name, and no limit depends on the speed of the machine.
+hypothesis.settings.register_profile(
+    "same-everywhere",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--auto-dtype",
+        choices=sorted(CPU_FLAGS),
+        help="the dtype that `auto` chooses in the tests: they see a CPU with or without bfloat16 "
+        "instructions (default: the CPU that there is)",
+    )
+
 
 def pytest_configure() -> None:
-    """A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C."""
+    """Makes every machine alike to the tests."""
+    # A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Also where jax would find a GPU, and in the processes that the tests start.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    hypothesis.settings.load_profile("same-everywhere")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cpu_of_the_option(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Applies ``--auto-dtype``.
+
+    It reaches the engines in the processes of the tests only. Tests that start an engine process
+    tell it its dtype.
+    """
+    dtype = request.config.getoption("auto_dtype")
+    if dtype is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        _show_cpu(patch, tmp_path_factory.mktemp("cpu"), dtype)
+        yield
+
+
+@pytest.fixture
+def auto_chooses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], None]:
+    """``auto_chooses(dtype)`` shows the test a CPU on which ``auto`` is this dtype."""
+    return lambda dtype: _show_cpu(monkeypatch, tmp_path_factory.mktemp("cpu"), dtype)
+
+
+def _show_cpu(patch: pytest.MonkeyPatch, folder: Path, dtype: str) -> None:
+    path = folder / "cpuinfo"
+    path.write_text(f"model name\t: a CPU\nflags\t\t: {CPU_FLAGS[dtype]}\n")
+    patch.setattr("jaxserve.runner.device.CPU_INFO", path)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random inputs that follow from the name of the test, so they are the same in every run."""
+    return np.random.default_rng(zlib.crc32(request.node.name.encode()))
 
 
 @pytest.fixture(scope="session")

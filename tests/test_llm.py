@@ -246,7 +246,7 @@ def test_settings_find_their_groups() -> None:
 
 
 def test_a_setting_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no setting max_model_length.*max_model_len"):
+    with pytest.raises(ConfigError, match="unknown setting max_model_length.*max_model_len"):
         engine_config({"max_model_length": 5})
 
 

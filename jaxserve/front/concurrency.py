@@ -1,14 +1,54 @@
-"""Work on many things, a bounded number of them at a time."""
+"""Two ways to wait for many coroutines: the items of several streams, and bounded work."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
 from itertools import islice
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yields the items of all streams as they come.
+
+    The first error is raised. That, and closing the generator, closes every stream.
+    """
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    ended = object()
+    arrived: asyncio.Queue = asyncio.Queue(maxsize=len(streams))
+
+    async def pump(stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await arrived.put(item)
+        except Exception as error:
+            await arrived.put(error)
+        else:
+            await arrived.put(ended)
+
+    pumps = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        open_streams = len(pumps)
+        while open_streams:
+            item = await arrived.get()
+            if item is ended:
+                open_streams -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
 
 
 async def bounded_as_completed(

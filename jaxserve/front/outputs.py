@@ -1,47 +1,42 @@
-"""The stream of one answer, from the engine's tokens to pieces of text, and several in one."""
+"""The stream of one completion: from the engine's token IDs to deltas of text."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from jaxserve.client.protocol import Engine
 from jaxserve.errors import RequestFailedError
-from jaxserve.front.metrics import RequestMetrics, RequestRecord
+from jaxserve.front.metrics import RequestMetrics
 from jaxserve.front.parsed_text import ParsedStep, ParsedText
-from jaxserve.ipc.messages import FinishReason, RequestOutput, Submit, TokenLogprobs
+from jaxserve.front.requests import CompletionTask
+from jaxserve.ipc.messages import FinishReason, RequestOutput, TokenLogprobs
 from jaxserve.parsing.events import Event
-from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import Detokenizer, NullDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """What has been added to one answer.
+    """What one engine output adds to one completion.
 
     Attributes:
-      index: which of the answers.
-      text: new text, of whole characters; may be empty while some is held back. Of an answer that
-        is parsed, its content alone.
-      token_ids: the new tokens, also those that show no text.
-      logprobs: one entry a token if the request asked for them.
-      finish_reason: "stop", "length" or "abort" on the last delta of an answer, else None.
-      stop_reason: the stop string or stop id that ended the answer.
+      index: which completion of the request.
+      text: new text, in whole characters; may be empty while characters are held back. The content
+        alone, if the completion is parsed.
+      token_ids: the new tokens, including those that show no text.
+      logprobs: one entry for each token if the request asked for them.
+      finish_reason: "stop", "length" or "abort" on the last delta of a completion, else None.
+      stop_reason: the stop string or stop ID that ended the completion.
       num_cached_tokens: tokens of the prompt that were in the prefix cache.
-      prompt_logprobs: on the first delta of an answer, if the request asked for them: an entry for
-        each token of the prompt, None for the first.
-      events: what the parser of the answer says; None if it has none.
-      num_reasoning_tokens: how many of the tokens the parser finds in a think block.
-      embedding: the vector of the prompt, not normalised, if that is what was asked for.
+      prompt_logprobs: on the first delta of a completion, if the request asked for them: an entry
+        for each token of the prompt, None for the first.
+      events: what the parser of the completion found; None without a parser.
+      num_reasoning_tokens: how many of the tokens lie in a think block.
+      embedding: the vector of the prompt, not normalised, if the request asked for it.
     """
 
     index: int
@@ -57,50 +52,21 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     embedding: list[float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer to generate. ``params.n`` is 1 and ``params.max_tokens`` is set.
-
-    With a ``parser`` its text becomes events, and stop strings are looked for in content alone.
-    """
-
-    index: int
-    request_id: str
-    prompt_ids: list[int]
-    params: SamplingParams
-    eos_token_id: int | None
-    priority: int
-    cache_salt: str
-    record: RequestRecord
-    parser: MessageParser | None = None
-
-
-async def stream_answer(
-    answer: Answer, engine: Engine, tokenizer: Tokenizer, metrics: RequestMetrics
+async def stream_completion(
+    task: CompletionTask, engine: Engine, tokenizer: Tokenizer, metrics: RequestMetrics
 ) -> AsyncGenerator[Delta, None]:
-    """Runs an answer. A stop string, an error and closing the generator abort it in the engine.
+    """Runs a completion. A stop string, an error and closing the generator abort it in the engine.
 
     Raises:
-      EngineDeadError, RequestFailedError: there will be no more of this answer.
+      EngineDeadError, RequestFailedError: the completion cannot go on.
     """
-    detokenizer = _detokenizer(answer, tokenizer)
-    record, ended = answer.record, "abort"
-    outputs = engine.generate(
-        Submit(
-            answer.request_id,
-            answer.prompt_ids,
-            msgspec.structs.replace(answer.params, stop=()),
-            eos_token_id=answer.eos_token_id,
-            priority=answer.priority,
-            arrival_s=record.arrival_s,
-            cache_salt=answer.cache_salt,
-        )
-    )
+    detokenizer = _detokenizer(task, tokenizer)
+    record, ended = task.record, "abort"
     delta = None
     try:
-        async with aclosing(outputs):
+        async with aclosing(engine.generate(task.submit)) as outputs:
             async for output in outputs:
-                delta = _to_delta(answer, output, detokenizer)
+                delta = _to_delta(task, output, detokenizer)
                 record.num_cached_tokens = output.num_cached_tokens
                 record.scheduled_s = output.scheduled_s
                 if delta.token_ids or delta.embedding is not None:
@@ -108,8 +74,8 @@ async def stream_answer(
                 if delta.finish_reason is not None:
                     break
                 yield delta
-        # The engine has let go of the request before the client hears of the end.
-        assert delta is not None, "the engine ended a request without a word"
+        # The engine has released the request before the client sees its end.
+        assert delta is not None, "the engine ended a request without an output"
         assert delta.finish_reason is not None, "the engine ended a request without a reason"
         ended = delta.finish_reason
         yield delta
@@ -121,9 +87,9 @@ async def stream_answer(
 
 
 def _detokenizer(
-    answer: Answer, tokenizer: Tokenizer
+    task: CompletionTask, tokenizer: Tokenizer
 ) -> Detokenizer | ParsedText | NullDetokenizer:
-    params = answer.params
+    params = task.params
     if not params.detokenize:
         return NullDetokenizer()
     options: dict[str, Any] = {
@@ -132,21 +98,24 @@ def _detokenizer(
         "include_stop": params.include_stop_str_in_output,
         "min_tokens": params.min_tokens,
     }
-    if answer.parser is None:
+    if task.parser is None:
         return Detokenizer(tokenizer, **options)
-    return ParsedText(tokenizer, answer.parser, **options)
+    return ParsedText(tokenizer, task.parser, **options)
 
 
 def _to_delta(
-    answer: Answer, output: RequestOutput, detokenizer: Detokenizer | ParsedText | NullDetokenizer
+    task: CompletionTask,
+    output: RequestOutput,
+    detokenizer: Detokenizer | ParsedText | NullDetokenizer,
 ) -> Delta:
     token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
     if reason == FinishReason.ERROR:
         raise RequestFailedError("the engine could not go on with this request")
     shown = token_ids
-    if reason == FinishReason.STOP and not answer.params.include_stop_str_in_output:
-        # The token that ended the answer is not part of its text. A grammar needs no such token.
-        has_end_token = output.stop_reason is not None or token_ids[-1:] == [answer.eos_token_id]
+    if reason == FinishReason.STOP and not task.params.include_stop_str_in_output:
+        # The token that ended a completion is not part of its text. A grammar needs no such token.
+        end_id = task.submit.eos_token_id
+        has_end_token = output.stop_reason is not None or token_ids[-1:] == [end_id]
         shown = token_ids[:-1] if has_end_token else token_ids
     step = detokenizer.push(shown, finished=reason is not None)
     finish_reason = None if reason is None else FinishReason(reason).name.lower()
@@ -156,7 +125,7 @@ def _to_delta(
         token_ids = token_ids[: step.num_tokens_used]
         logprobs = None if logprobs is None else logprobs[: step.num_tokens_used]
     return Delta(
-        answer.index,
+        task.index,
         step.text_delta,
         token_ids,
         logprobs,
@@ -168,39 +137,3 @@ def _to_delta(
         step.num_reasoning_tokens if isinstance(step, ParsedStep) else 0,
         output.embedding,
     )
-
-
-def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """The items of all streams as they come. The first error ends it; ending it closes them all."""
-    return streams[0] if len(streams) == 1 else _merged(streams)
-
-
-async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    ended = object()
-    arrived: asyncio.Queue = asyncio.Queue(maxsize=len(streams))
-
-    async def pump(stream: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for item in stream:
-                    await arrived.put(item)
-        except Exception as error:
-            await arrived.put(error)
-        else:
-            await arrived.put(ended)
-
-    pumps = [asyncio.create_task(pump(stream)) for stream in streams]
-    try:
-        open_streams = len(pumps)
-        while open_streams:
-            item = await arrived.get()
-            if item is ended:
-                open_streams -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)

@@ -1,137 +1,184 @@
-"""From a checked request to its answers, each with the parameters that the engine expects."""
+"""One request for text, and the completions that it becomes.
+
+Every API builds a `GenerateRequest`. `resolve` checks it against the model and normalises it, once:
+each of its completions is a `Submit` for the engine and what the front keeps to turn tokens into
+text. Nothing behind this file changes a parameter.
+"""
 
 from __future__ import annotations
 
 import random
-import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from jaxserve.core.request import check_length, context_length
+from jaxserve.core.request import check_length
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.generation_defaults import GenerationDefaults
 from jaxserve.front.metrics import RequestRecord
-from jaxserve.front.outputs import Answer
-from jaxserve.ipc.messages import Ready
+from jaxserve.front.served_model import ServedModel
+from jaxserve.ipc.messages import Submit
 from jaxserve.parsing.message_parser import MessageParser
 from jaxserve.sampling_params import INT64, MIN_TEMPERATURE, SamplingParams, check_ids
-from jaxserve.text.tokenizer import Tokenizer
 
 
-class AnswerBuilder:
-    """Checks prompts and parameters against the model, and makes the answers to generate.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """A request for ``params.n`` completions of each prompt.
 
-    Args:
-      ready: what the engine settled on.
-      tokenizer: of its model.
-      defaults: what counts where a request leaves something unset.
+    Completion ``j`` of prompt ``i`` has the index ``i * params.n + j``, and the seed
+    ``params.seed + j`` if there is one.
+
+    Attributes:
+      prompts: token IDs of each prompt.
+      params: sampling parameters of every completion. ``max_tokens`` None: the default length, or
+        what the context leaves.
+      request_id: becomes part of the IDs that the engine sees; need not be unique.
+      priority: smaller is scheduled earlier under the priority policy; 64 bits, signed.
+      cache_salt: only requests with the same salt share cached prompt blocks.
+      default_max_tokens: length of a completion when ``max_tokens`` is None, as far as it fits;
+        None: the default of the model.
+      prompt_field: the field of the API that an error about a prompt names.
+      length_field: the field of the API that an error about the requested length names.
+      parsers: one for each completion, or empty: the text is not parsed.
     """
 
-    def __init__(self, ready: Ready, tokenizer: Tokenizer, defaults: GenerationDefaults) -> None:
-        self._ready = ready
-        self._defaults = defaults
-        self._eos_token_id = tokenizer.eos_token_id
-        more = {i for i in defaults.eos_token_ids if i != tokenizer.eos_token_id}
-        self._more_end_tokens = tuple(sorted(more))
-        check_ids(self._more_end_tokens, ready.vocab_size, param="eos_token_id")
-        self.max_model_len = context_length(
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    request_id: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+    default_max_tokens: int | None = None
+    prompt_field: str = "prompt"
+    length_field: str = "max_tokens"
+    parsers: tuple[MessageParser, ...] = ()
+
+    @property
+    def num_completions(self) -> int:
+        """How many completions the request asks for in total."""
+        return len(self.prompts) * self.params.n
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionTask:
+    """One completion to generate.
+
+    Attributes:
+      index: which completion of its request.
+      submit: what the engine gets. Its stop strings are empty: the engine sees token IDs only.
+      params: sampling parameters of the request, with its stop strings.
+      record: the times and counts of this completion.
+      parser: turns the text into events; None: the text stays as it is.
+    """
+
+    index: int
+    submit: Submit
+    params: SamplingParams
+    record: RequestRecord
+    parser: MessageParser | None
+
+
+def resolve(
+    request: GenerateRequest, model: ServedModel, *, arrival_s: float
+) -> list[CompletionTask]:
+    """Checks a request against the model and returns its completions, in order of their index.
+
+    Args:
+      request: what was asked for.
+      model: the model that runs it.
+      arrival_s: when the request arrived, on the monotonic clock.
+
+    Raises:
+      ContextLengthError: a prompt, or a prompt with the requested length, does not fit.
+      InvalidRequestError: a token ID, a count of log probabilities or the priority is out of range.
+    """
+    params, ready = request.params, model.ready
+    params.check_token_ids(ready.vocab_size)
+    params = params.within_logprobs(ready.max_logprobs, ready.vocab_size)
+    if not INT64[0] <= request.priority <= INT64[1]:
+        raise InvalidRequestError(
+            f"priority must be between {INT64[0]} and {INT64[1]}, got {request.priority}",
+            param="priority",
+        )
+    base = f"{request.request_id}-{uuid.uuid4().hex[:12]}"
+    tasks: list[CompletionTask] = []
+    for i, prompt_ids in enumerate(request.prompts):
+        _check_prompt(request, i, model)
+        max_tokens = _max_tokens(request, len(prompt_ids), model)
+        for sample in range(params.n):
+            index = len(tasks)
+            submit = Submit(
+                f"{base}-{index}",
+                prompt_ids,
+                _engine_params(params, sample, max_tokens, model),
+                eos_token_id=None if params.ignore_eos else model.tokenizer.eos_token_id,
+                priority=request.priority,
+                arrival_s=arrival_s,
+                cache_salt=request.cache_salt,
+            )
+            length = max_tokens if params.pooling is None else 0
+            record = RequestRecord(arrival_s, len(prompt_ids), length, params.n)
+            parser = request.parsers[index] if request.parsers else None
+            tasks.append(CompletionTask(index, submit, params, record, parser))
+    return tasks
+
+
+def _check_prompt(request: GenerateRequest, i: int, model: ServedModel) -> None:
+    """Raises an error that names the field of the API unless prompt ``i`` can run."""
+    field, prompt_ids, ready = request.prompt_field, request.prompts[i], model.ready
+    path = field if len(request.prompts) == 1 else f"{field}[{i}]"
+    try:
+        check_length(
+            len(prompt_ids),
+            request.params.most_tokens,
             max_model_len=ready.max_model_len,
             num_blocks=ready.num_blocks,
             block_size=ready.block_size,
         )
+        check_ids(prompt_ids, ready.vocab_size, param=path)
+    except InvalidRequestError as error:
+        which = "" if path in (field, error.param) else f"{path}: "
+        param = request.length_field if error.param == "max_tokens" else field
+        raise type(error)(which + error.message, param=param) from error
 
-    def build(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int,
-        cache_salt: str,
-        default_max_tokens: int | None,
-        param: str,
-        length_param: str,
-        parsers: Sequence[MessageParser],
-    ) -> list[Answer]:
-        """The answers to all prompts. Arguments and errors: see `TextEngine.generate_batch`."""
-        params.check_token_ids(self._ready.vocab_size)
-        params = params.within_logprobs(self._ready.max_logprobs, self._ready.vocab_size)
-        if not INT64[0] <= priority <= INT64[1]:
-            raise InvalidRequestError(
-                f"priority must be between {INT64[0]} and {INT64[1]}, got {priority}",
-                param="priority",
-            )
-        if default_max_tokens is None:
-            default_max_tokens = self._defaults.max_tokens
-        base = f"{request_id}-{uuid.uuid4().hex[:12]}"
-        answers: list[Answer] = []
-        for i, prompt_ids in enumerate(prompts):
-            path = param if len(prompts) == 1 else f"{param}[{i}]"
-            self._check_prompt(prompt_ids, params.most_tokens, path, length_param)
-            room = self.max_model_len - len(prompt_ids)
-            unasked = room if default_max_tokens is None else min(default_max_tokens, room)
-            max_tokens = unasked if params.max_tokens is None else params.max_tokens
-            for sample in range(params.n):
-                index = len(answers)
-                answers.append(
-                    Answer(
-                        index=index,
-                        request_id=f"{base}-{index}",
-                        prompt_ids=prompt_ids,
-                        params=self._params(params, sample, max_tokens),
-                        eos_token_id=None if params.ignore_eos else self._eos_token_id,
-                        priority=priority,
-                        cache_salt=cache_salt,
-                        record=RequestRecord(
-                            time.monotonic(),
-                            len(prompt_ids),
-                            0 if params.pooling is not None else max_tokens,
-                            params.n,
-                        ),
-                        parser=parsers[index] if parsers else None,
-                    )
-                )
-        return answers
 
-    def _check_prompt(
-        self, prompt_ids: list[int], max_tokens: int | None, path: str, length_param: str
-    ) -> None:
-        """Raises if a prompt, which is at ``path`` in the request, is not one to run."""
-        ready, param = self._ready, path.partition("[")[0]
-        try:
-            check_length(
-                len(prompt_ids),
-                max_tokens,
-                max_model_len=ready.max_model_len,
-                num_blocks=ready.num_blocks,
-                block_size=ready.block_size,
-            )
-            check_ids(prompt_ids, ready.vocab_size, param=path)
-        except InvalidRequestError as error:
-            which = "" if path in (param, error.param) else f"{path}: "
-            field = length_param if error.param == "max_tokens" else param
-            raise type(error)(which + error.message, param=field) from error
+def _max_tokens(request: GenerateRequest, num_prompt_tokens: int, model: ServedModel) -> int:
+    """The requested length, else the default length as far as it fits the context."""
+    if request.params.max_tokens is not None:
+        return request.params.max_tokens
+    room = model.max_model_len - num_prompt_tokens
+    default = request.default_max_tokens
+    if default is None:
+        default = model.defaults.max_tokens
+    return room if default is None else min(default, room)
 
-    def _params(self, params: SamplingParams, sample: int, max_tokens: int) -> SamplingParams:
-        """The parameters of one answer, as the engine expects them."""
-        temperature = params.temperature
-        greedy = params.is_greedy
-        if not greedy and temperature < MIN_TEMPERATURE:
-            temperature = MIN_TEMPERATURE
-        seed = random.getrandbits(63) if params.seed is None else params.seed + sample
-        stop_ids = params.stop_token_ids
-        if self._more_end_tokens and not params.ignore_eos:
-            stop_ids = tuple(dict.fromkeys(stop_ids + self._more_end_tokens))
-        return msgspec.structs.replace(
-            params,
-            n=1,
-            temperature=temperature,
-            top_p=1.0 if greedy else params.top_p,
-            top_k=0 if greedy or params.top_k < 0 else params.top_k,
-            min_p=0.0 if greedy else params.min_p,
-            seed=(seed + 2**63) % 2**64 - 2**63,
-            max_tokens=max_tokens,
-            stop_token_ids=stop_ids,
-        )
+
+def _engine_params(
+    params: SamplingParams, sample: int, max_tokens: int, model: ServedModel
+) -> SamplingParams:
+    """The normalised parameters of one completion: what the engine relies on.
+
+    A greedy completion has no filters, and the temperature of any other is at least
+    `MIN_TEMPERATURE`. The seed is set and fits 64 bits, signed.
+    """
+    greedy = params.is_greedy
+    temperature = params.temperature
+    if not greedy:
+        temperature = max(temperature, MIN_TEMPERATURE)
+    seed = random.getrandbits(63) if params.seed is None else params.seed + sample
+    stop_ids = params.stop_token_ids
+    if model.extra_end_ids and not params.ignore_eos:
+        stop_ids = tuple(dict.fromkeys(stop_ids + model.extra_end_ids))
+    return msgspec.structs.replace(
+        params,
+        n=1,
+        temperature=temperature,
+        top_p=1.0 if greedy else params.top_p,
+        top_k=0 if greedy or params.top_k < 0 else params.top_k,
+        min_p=0.0 if greedy else params.min_p,
+        seed=(seed + 2**63) % 2**64 - 2**63,
+        max_tokens=max_tokens,
+        stop=(),
+        stop_token_ids=stop_ids,
+    )

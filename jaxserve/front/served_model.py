@@ -1,33 +1,55 @@
-"""What the front of an engine needs of a checkpoint: everything but the weights."""
+"""The facts about a served model: its names, tokenizer, chat template, parsers and limits.
+
+Nothing here runs a request. The adapters in `openai` read these facts; `TextEngine` does the work.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve import __version__
 from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
 from jaxserve.config import ModelConfig
-from jaxserve.errors import ConfigError
+from jaxserve.core.request import context_length
+from jaxserve.errors import ConfigError, UnknownModelError
 from jaxserve.front.generation_defaults import GenerationDefaults
+from jaxserve.ipc.messages import Ready
+from jaxserve.parsing.registry import (
+    detect_reasoning_parser,
+    detect_tool_parser,
+    reasoning_parser,
+    tool_parser,
+)
+from jaxserve.sampling_params import check_ids
 from jaxserve.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model's short name, its tokenizer and its sampling defaults."""
+class ModelFiles:
+    """What the front process reads from a checkpoint: everything but the weights.
+
+    Attributes:
+      name: the short name of the checkpoint.
+      tokenizer: the tokenizer of the checkpoint, or the one that replaces it.
+      defaults: the sampling defaults of the checkpoint.
+    """
 
     name: str
     tokenizer: Tokenizer
     defaults: GenerationDefaults
 
     @classmethod
-    def open(cls, config: ModelConfig) -> ServedModel:
-        """Reads them from where ``config.model`` and ``config.tokenizer`` point.
+    def open(cls, config: ModelConfig) -> ModelFiles:
+        """Reads the files that ``config.model`` and ``config.tokenizer`` point to.
 
         Raises:
-          CheckpointError: there is no such model, or it cannot be read.
-          ConfigError: its generation_config.json, or what is put over it, is impossible.
+          CheckpointError: the model does not exist or cannot be read.
+          ConfigError: its generation_config.json, or an override of it, is invalid.
         """
         checkpoint = open_checkpoint(config.model)
         tokenizer = (
@@ -40,6 +62,142 @@ class ServedModel:
             overrides=_overrides(config.override_generation_config),
         )
         return cls(checkpoint.name, tokenizer, defaults)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What is known about the model once its engine is ready. Make one with `create`.
+
+    Attributes:
+      names: the names under which the model is served, at least one. Replies carry the name that
+        was requested, or the first one.
+      tokenizer: the tokenizer of the model.
+      ready: the sizes that the engine settled on.
+      defaults: values for what a request leaves unset.
+      chat_template: jinja source; None: the model has no chat template.
+      template_variables: variables for the template that a request may override.
+      tool_call_parser: the format in which the model writes tool calls; None: no known format.
+      reasoning_parser: the format of its think blocks; None: it has none.
+      extra_end_ids: token IDs besides the tokenizer's end token that end a completion.
+    """
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    ready: Ready
+    defaults: GenerationDefaults
+    chat_template: str | None
+    template_variables: Mapping[str, Any]
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    extra_end_ids: tuple[int, ...]
+
+    @classmethod
+    def create(
+        cls,
+        ready: Ready,
+        tokenizer: Tokenizer,
+        *,
+        names: Sequence[str],
+        defaults: GenerationDefaults | None = None,
+        chat_template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> ServedModel:
+        """Settles the chat template, the parsers and the end tokens.
+
+        Args:
+          ready: what the engine reported when it started.
+          tokenizer: the tokenizer of the model.
+          names: names under which the model is served, at least one.
+          defaults: values for what a request leaves unset; None: none.
+          chat_template: jinja source that replaces the tokenizer's own.
+          template_variables: variables for the template, for requests that do not set them.
+          tool_call_parser: a key of `parsing.registry.TOOL_PARSERS`; "auto": the format that the
+            chat template shows; "none": no format.
+          reasoning_parser: likewise a key of `REASONING_PARSERS`.
+
+        Raises:
+          ConfigError: no parser has such a name.
+          InvalidRequestError: an end token of the checkpoint is outside the vocabulary.
+        """
+        defaults = defaults or GenerationDefaults()
+        template = chat_template or tokenizer.chat_template
+        extra = sorted({i for i in defaults.eos_token_ids if i != tokenizer.eos_token_id})
+        check_ids(extra, ready.vocab_size, param="eos_token_id")
+        return cls(
+            names=tuple(names),
+            tokenizer=tokenizer,
+            ready=ready,
+            defaults=defaults,
+            chat_template=template,
+            template_variables=dict(template_variables or {}),
+            tool_call_parser=_tool_call_format(tool_call_parser, template or ""),
+            reasoning_parser=_reasoning_format(reasoning_parser, template or ""),
+            extra_end_ids=tuple(extra),
+        )
+
+    @property
+    def name(self) -> str:
+        """The name that replies carry when a request names no model."""
+        return self.names[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.ready.vocab_size
+
+    @functools.cached_property
+    def max_model_len(self) -> int:
+        """The most tokens, prompt and completion together, that one request can have."""
+        return context_length(
+            max_model_len=self.ready.max_model_len,
+            num_blocks=self.ready.num_blocks,
+            block_size=self.ready.block_size,
+        )
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Identifies the software and the model in replies."""
+        facts = (self.name, self.vocab_size, self.max_model_len)
+        digest = hashlib.blake2b(repr(facts).encode(), digest_size=4).hexdigest()
+        return f"jaxserve-{__version__}-{digest}"
+
+    @functools.cached_property
+    def hides_think_tags(self) -> bool:
+        """Whether the tags of think blocks are special tokens, which decoding leaves out."""
+        names = set(map(self.tokenizer.token_text, self.tokenizer.special_ids))
+        return not names.isdisjoint(("<think>", "</think>"))
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token, at least 1."""
+        return max(1, *map(len, map(self.tokenizer.token_bytes, range(self.tokenizer.vocab_size))))
+
+    def check_name(self, name: str | None) -> None:
+        """Raises UnknownModelError unless the model is served as ``name``; None and "" match."""
+        if name and name not in self.names:
+            raise UnknownModelError(name, self.names)
+
+
+def _tool_call_format(name: str, template: str) -> str | None:
+    """The name of the format; None if there is none. Raises ConfigError for an unknown name."""
+    if name == "auto":
+        return detect_tool_parser(template)
+    if name == "none":
+        return None
+    tool_parser(name)
+    return name
+
+
+def _reasoning_format(name: str, template: str) -> str | None:
+    """As `_tool_call_format`, for think blocks."""
+    if name == "auto":
+        return detect_reasoning_parser(template)
+    if name == "none":
+        return None
+    reasoning_parser(name)
+    return name
 
 
 def _overrides(text: str) -> dict[str, Any]:

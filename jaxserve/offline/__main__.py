@@ -3,8 +3,8 @@
     python -m jaxserve.offline -i requests.jsonl -o results.jsonl [--resume]
     python -m jaxserve.offline --prompt "What is the capital of France?"
 
-The files are in the batch format of the OpenAI API (see `batch_file`). An interrupted run keeps
-what was finished; --resume goes on from there.
+The files have the batch format of the OpenAI API (see `batch_file`). An interrupted run keeps its
+finished results; --resume continues from there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from jaxserve.client.engine_client import EngineClient
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import ProgressLines
 from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.requests import GenerateRequest
+from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.launch import FACTORY
 from jaxserve.offline.batch_file import ResultFile
@@ -32,14 +33,19 @@ from jaxserve.openai.protocol import ChatRequest
 from jaxserve.sampling_params import SamplingParams
 
 INTERRUPTED = 130
-"""The exit code of a run that was interrupted, by whichever signal."""
+"""Exit code of a run that a signal interrupted."""
 
 PROMPT_MAX_TOKENS = 256
-"""Length of the answer to a --prompt when none is asked for."""
+"""Length of the completion of a --prompt without --max-tokens."""
 
 
 def main(argv: Sequence[str] | None = None, *, factory: str = FACTORY) -> int:
-    """Runs the program; ``factory`` names what builds an engine. Returns the exit code."""
+    """Runs the program and returns its exit code.
+
+    Args:
+      argv: the arguments; None: those of the process.
+      factory: ``module:function`` that builds an engine.
+    """
     parser = make_parser()
     args = parser.parse_args(argv)
     if (args.input is None) == (not args.prompt):
@@ -54,46 +60,54 @@ def main(argv: Sequence[str] | None = None, *, factory: str = FACTORY) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of this program, and those of the engine."""
+    """Returns the parser for the flags of this program and of the engine."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxserve.offline",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    batch = parser.add_argument_group("A file of requests.")
-    batch.add_argument("-i", "--input", type=Path, metavar="FILE", help="requests, one a line")
-    batch.add_argument("-o", "--output", type=Path, metavar="FILE", help="results, one a line")
+    batch = parser.add_argument_group("a file of requests")
+    batch.add_argument("-i", "--input", type=Path, metavar="FILE", help="requests, one per line")
+    batch.add_argument("-o", "--output", type=Path, metavar="FILE", help="results, one per line")
     existing = batch.add_mutually_exclusive_group()
     existing.add_argument(
-        "--resume", action="store_true", help="keep the answers in the output and do the rest"
+        "--resume",
+        action="store_true",
+        help="keep the answers in the output and run the other requests",
     )
-    existing.add_argument(
-        "--overwrite", action="store_true", help="replace the output if there is one"
-    )
+    existing.add_argument("--overwrite", action="store_true", help="replace an existing output")
     batch.add_argument(
         "--max-in-flight",
         type=_positive,
         metavar="N",
-        help="requests in flight at a time (default: two for each place in a step)",
+        help="most requests in flight (default: twice the rows of all engines)",
     )
-    prompts = parser.add_argument_group("A few prompts.")
+    prompts = parser.add_argument_group("a few prompts")
     prompts.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="print the answer to this"
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="print the completion of this prompt; may be repeated",
     )
     prompts.add_argument(
-        "--raw", action="store_true", help="complete the text as it stands, without chat template"
+        "--raw", action="store_true", help="complete the prompt without the chat template"
     )
     prompts.add_argument(
-        "--max-tokens", type=int, help=f"(default: {PROMPT_MAX_TOKENS}, as far as there is room)"
+        "--max-tokens",
+        type=int,
+        help=f"longest completion (default: {PROMPT_MAX_TOKENS}, or what fits)",
     )
-    prompts.add_argument("--temperature", type=float, help="(default: the model's)")
-    prompts.add_argument("--seed", type=int, help="(default: drawn)")
+    prompts.add_argument(
+        "--temperature", type=float, help="sampling temperature (default: the model's)"
+    )
+    prompts.add_argument("--seed", type=int, help="seed of sampling (default: random)")
     cli.add_engine_flags(parser)
     return parser
 
 
 async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
-    """Does what was asked for; SIGINT and SIGTERM end it in good order."""
+    """Runs what the flags ask for. SIGINT and SIGTERM cancel it, and it cleans up."""
     work = asyncio.current_task()
     assert work is not None
     for interrupt in (signal.SIGINT, signal.SIGTERM):
@@ -116,19 +130,19 @@ async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
 
 @asynccontextmanager
 async def _open(config: EngineConfig, factory: str) -> AsyncGenerator[TextEngine, None]:
-    """A model that is loaded and can answer."""
-    served = ServedModel.open(config.model)
+    """Loads the model and yields a text engine on it."""
+    files = ModelFiles.open(config.model)
     client = await EngineClient.start(config, factory=factory, on_progress=ProgressLines())
     try:
         for what, value, why in client.ready.decisions:
             print(f"{what}: {value} ({why})", file=sys.stderr)
-        yield TextEngine(
-            client,
-            served.tokenizer,
-            model_names=[served.name, config.model.model],
-            defaults=served.defaults,
-            max_in_flight=sys.maxsize,
+        model = ServedModel.create(
+            client.ready,
+            files.tokenizer,
+            names=[files.name, config.model.model],
+            defaults=files.defaults,
         )
+        yield TextEngine(client, model, max_in_flight=sys.maxsize)
     finally:
         await client.close()
 
@@ -142,29 +156,29 @@ async def _answer_file(args: argparse.Namespace, config: EngineConfig, factory: 
         results = ResultFile.create(args.output, overwrite=args.overwrite)
     try:
         async with _open(config, factory) as text_engine:
-            places = text_engine.engine.ready.max_num_seqs * config.parallel.data_parallel_size
-            limit = args.max_in_flight or 2 * places
+            num_rows = text_engine.model.ready.max_num_seqs * config.parallel.data_parallel_size
+            limit = args.max_in_flight or 2 * num_rows
             await run_batch(text_engine, args.input, results, limit=limit)
     finally:
         results.close()
 
 
 async def _print_answer(text_engine: TextEngine, prompt: str, args: argparse.Namespace) -> None:
-    """Prints an answer piece by piece, as it comes."""
+    """Prints a completion piece by piece as it arrives."""
     if len(args.prompt) > 1:
         print(f"> {prompt}")
-    if args.raw or text_engine.chat_template is None:
+    if args.raw or text_engine.model.chat_template is None:
         ids = await text_engine.encode(prompt)
     else:
         messages = [{"role": "user", "content": prompt}]
-        text = await render_prompt(text_engine, ChatRequest(messages=messages))
+        text = await render_prompt(text_engine.model, ChatRequest(messages=messages))
         # The template writes the special tokens itself.
         ids = await text_engine.encode(text, add_special_tokens=False)
     given = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed")}
     sampling = {name: value for name, value in given.items() if value is not None}
-    params = SamplingParams(**{**text_engine.defaults.sampling, **sampling})
-    answer = text_engine.generate_batch([ids], params, default_max_tokens=PROMPT_MAX_TOKENS)
-    async with aclosing(answer) as deltas:
+    params = SamplingParams(**{**text_engine.model.defaults.sampling, **sampling})
+    request = GenerateRequest(prompts=[ids], params=params, default_max_tokens=PROMPT_MAX_TOKENS)
+    async with aclosing(text_engine.generate(request)) as deltas:
         async for delta in deltas:
             print(delta.text, end="", flush=True)
     print()

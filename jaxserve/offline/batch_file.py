@@ -1,14 +1,14 @@
-"""Files of requests and of answers, in the batch format of the OpenAI API.
+"""Reads requests and writes results in the batch format of the OpenAI API.
 
-A line of the input, and a line of the output:
+The input and the output have one JSON object on each line:
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
     {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...",
      "body": {...}}, "error": null}
 
-To a request that was refused or failed, status and body are those of the server: the body is
-``{"error": {...}}``. A line that is not a request has no response, but an ``error`` with a ``code``
-and a ``message``.
+A request that was refused or failed gets the status and the body of the server, which is
+``{"error": {...}}``. A line that is not a request gets no response, but an ``error`` with a
+``code`` and a ``message``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OK = 200
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """A line of the input. ``body`` is as it stands in the file."""
+    """A line of the input; ``body`` is raw JSON."""
 
     custom_id: str
     method: str
@@ -41,14 +41,14 @@ class BatchRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line of the input that is not a request. ``custom_id`` is None if it has none."""
+    """A line of the input that is not a request; ``custom_id`` is None if the line has none."""
 
     custom_id: str | None
     reason: str
 
 
 class BatchResponse(msgspec.Struct, frozen=True):
-    """What the server would have replied."""
+    """The reply of the server to the same request."""
 
     status_code: int
     request_id: str
@@ -56,7 +56,7 @@ class BatchResponse(msgspec.Struct, frozen=True):
 
 
 class BatchError(msgspec.Struct, frozen=True):
-    """Why there is no response."""
+    """The reason why there is no response."""
 
     code: str
     message: str
@@ -72,23 +72,23 @@ class BatchResult(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_body(cls, custom_id: str, body: Any) -> BatchResult:
-        """A request that was answered."""
+        """Returns the result of a request that was answered."""
         return cls(_new_id(), custom_id, BatchResponse(OK, _new_id(), body))
 
     @classmethod
     def of_error(cls, custom_id: str, error: Exception) -> BatchResult:
-        """A request that was refused or failed."""
+        """Returns the result of a request that was refused or failed."""
         reply = error_reply(error)
         return cls(_new_id(), custom_id, BatchResponse(reply.status, _new_id(), reply.body))
 
     @classmethod
     def of_bad_line(cls, custom_id: str | None, reason: str) -> BatchResult:
-        """A line that is not a request, or none for an endpoint that is here."""
+        """Returns the result of a line that is not a request to a known endpoint."""
         return cls(_new_id(), custom_id, None, BatchError("invalid_line", reason))
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest | BadLine]:
-    """The lines of a file, read as they are needed. Empty lines are passed over."""
+    """Yields the requests of a file, reading each line when it is needed. Skips empty lines."""
     first_line_of: dict[str, int] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -123,11 +123,13 @@ def _bad_line(custom_id: str | None, number: int, reason: str) -> BadLine:
 
 
 class ResultFile:
-    """The output. Each result is handed to the operating system as soon as it is written, so that
-    the death of the program loses none.
+    """The output file.
+
+    Each result goes to the operating system as soon as it is written, so that a crash of the
+    program loses none.
 
     Attributes:
-      answered: the ids of the requests that have an answer in the file since before it was opened.
+      answered: IDs of the requests that an earlier run has answered.
     """
 
     def __init__(self, file: IO[bytes], answered: frozenset[str]) -> None:
@@ -137,10 +139,10 @@ class ResultFile:
 
     @classmethod
     def create(cls, path: Path, *, overwrite: bool) -> ResultFile:
-        """A new file. One that is empty, as a run leaves it whose model cannot be loaded, is none.
+        """Creates the file. Replaces an empty one: a run whose model cannot be loaded leaves one.
 
         Raises:
-          ConfigError: there is one already, and it is not to be overwritten.
+          ConfigError: the file exists and ``overwrite`` is false.
         """
         is_free = overwrite or (path.is_file() and path.stat().st_size == 0)
         try:
@@ -153,10 +155,10 @@ class ResultFile:
 
     @classmethod
     def resume(cls, path: Path) -> ResultFile:
-        """Keeps the answers of an earlier run, if there was one.
+        """Opens the file and keeps the answers of an earlier run, if there was one.
 
-        Errors are dropped, so that those requests are tried again, and so is a line that was being
-        written when the program died.
+        Errors are dropped, so that their requests run again. An incomplete last line is dropped
+        too: the program ended while it was written.
         """
         if not path.exists():
             return cls.create(path, overwrite=False)
@@ -172,12 +174,12 @@ class ResultFile:
         return cls(path.open("ab"), frozenset(answered))
 
     def write(self, result: BatchResult) -> None:
-        """Appends a line."""
+        """Appends a result."""
         self._file.write(msgspec.json.encode(result) + b"\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Waits until everything is on the disk."""
+        """Closes the file once all of it is on the disk."""
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -192,7 +194,7 @@ class _OldResult(msgspec.Struct):
 
 
 def _answered_id(line: bytes) -> str | None:
-    """The id of the request that a whole line of an output file answers."""
+    """Returns the ID of the request that a complete line answers; None if it answers none."""
     if not line.endswith(b"\n"):
         return None
     try:

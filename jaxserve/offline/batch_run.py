@@ -1,4 +1,4 @@
-"""Runs a file of requests on an engine, as the server would answer them."""
+"""Runs a file of requests on an engine; each gets the reply that the server would send."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -25,36 +24,22 @@ from jaxserve.offline.batch_file import (
     ResultFile,
     read_requests,
 )
-from jaxserve.openai import chat, completions, embeddings
 from jaxserve.openai.decoding import decode
-from jaxserve.openai.embeddings import EmbeddingRequest
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from jaxserve.openai.endpoints import ENDPOINTS
+from jaxserve.openai.protocol import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 10.0
-"""Time between the lines about progress where there is no terminal for a bar."""
+"""Seconds between progress lines when there is no terminal for a bar."""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """How the requests to one address are read and answered."""
-
-    request_type: type[GenerationRequest | EmbeddingRequest]
-    prepare: Callable[..., Awaitable[Any]]
-    complete: Callable[..., Awaitable[Any]]
-
-
-ENDPOINTS = {
-    "/v1/completions": Endpoint(CompletionRequest, completions.prepare, completions.complete),
-    "/v1/chat/completions": Endpoint(ChatRequest, chat.prepare, chat.complete),
-    "/v1/embeddings": Endpoint(EmbeddingRequest, embeddings.prepare, embeddings.complete),
-}
+_ENDPOINTS = {path: endpoint for path, endpoint in ENDPOINTS.items() if endpoint.in_batch}
 
 
 @dataclass(slots=True)
 class Totals:
-    """What a run has done so far. ``num_kept``: answers of an earlier run."""
+    """The counts of a run. ``num_kept`` counts answers of an earlier run."""
 
     num_kept: int = 0
     num_answered: int = 0
@@ -73,7 +58,7 @@ class Totals:
         self.output_tokens += result.response.body.usage.completion_tokens
 
     def describe(self) -> str:
-        """One line."""
+        """Returns the counts as one line of text."""
         seconds = max(time.monotonic() - self.began_s, 1e-3)
         kept = f" and {self.num_kept} kept from before" if self.num_kept else ""
         return (
@@ -86,13 +71,13 @@ class Totals:
 async def run_batch(
     text_engine: TextEngine, requests: Path, results: ResultFile, *, limit: int
 ) -> Totals:
-    """Answers every request that has no answer yet, up to ``limit`` of them at a time.
+    """Answers every request that has no answer yet, with up to ``limit`` in flight.
 
-    A request that cannot be served becomes an error in the output, and the run goes on. Whatever
-    ends the run early, each result that was there by then has been written.
+    A request that cannot be served becomes an error in the output, and the run goes on. Each result
+    is written as soon as it exists, so an early end loses none.
 
     Raises:
-      EngineDeadError: the engine is gone; what it was working on has no result.
+      EngineDeadError: the engine is dead; the requests in flight have no result.
     """
     totals = Totals()
 
@@ -106,7 +91,7 @@ async def run_batch(
 
     async def work(request: BatchRequest | BadLine) -> None:
         result = await answer(text_engine, request)
-        # Here, and not where results are gathered: from here on nothing can be lost.
+        # Written in the task itself: once a result exists, cancelling the run cannot lose it.
         results.write(result)
         totals.add(result)
         bar.update()
@@ -129,23 +114,23 @@ async def run_batch(
 
 
 async def answer(text_engine: TextEngine, request: BatchRequest | BadLine) -> BatchResult:
-    """The result of one line.
+    """Returns the result of one line.
 
     Raises:
-      EngineDeadError: there will be none.
+      EngineDeadError: the engine is dead.
     """
     if isinstance(request, BadLine):
         return BatchResult.of_bad_line(request.custom_id, request.reason)
-    endpoint = ENDPOINTS.get(request.url)
+    endpoint = _ENDPOINTS.get(request.url)
     if endpoint is None:
-        known = ", ".join(ENDPOINTS)
+        known = ", ".join(_ENDPOINTS)
         reason = f"url must be one of {known}, got {request.url[:200]!r}"
         return BatchResult.of_bad_line(request.custom_id, reason)
     if request.method != "POST":
         reason = f"method must be 'POST', got {request.method[:20]!r}"
         return BatchResult.of_bad_line(request.custom_id, reason)
     try:
-        body = decode(bytes(request.body), endpoint.request_type)
+        body = decode(bytes(request.body), endpoint.body)
         if isinstance(body, GenerationRequest) and body.stream:
             raise InvalidRequestError("stream cannot be true in a batch", param="stream")
         reply = await endpoint.complete(await endpoint.prepare(text_engine, body))
@@ -154,7 +139,7 @@ async def answer(text_engine: TextEngine, request: BatchRequest | BadLine) -> Ba
     except JaxserveError as error:
         return BatchResult.of_error(request.custom_id, error)
     except Exception as error:
-        # One request must not end a run of hours.
+        # One failed request must not end a run of hours.
         logger.exception("request %r failed", request.custom_id)
         return BatchResult.of_error(request.custom_id, error)
     return BatchResult.of_body(request.custom_id, reply)

@@ -1,4 +1,4 @@
-"""What `LLM` takes and returns, with the names that other engines use."""
+"""The prompts that `LLM` takes and the outputs that it returns, under the names of vLLM."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+"""A string, token IDs, ``{"prompt": string}`` or ``{"prompt_token_ids": ids}``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log probability of a token; rank 1 is the most likely one."""
+    """The log probability of a token; the most likely token has rank 1."""
 
     logprob: float
     rank: int
@@ -28,15 +28,15 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer.
+    """One completion of a prompt.
 
     Attributes:
       index: 0 to n - 1.
-      text: without the token or text that ended it, unless that was asked for.
-      token_ids: with the token that ended it.
-      logprobs: for each token, the sampled and the most likely ones by id; None if not asked for.
+      text: without the stop string or stop token, unless the request includes it.
+      token_ids: with the token that ended the completion.
+      logprobs: for each token, the sampled and the most likely tokens by ID; None if not requested.
       finish_reason: "stop", "length" or "abort".
-      stop_reason: the stop string or stop id that ended it.
+      stop_reason: the stop string or stop ID that ended the completion.
     """
 
     index: int
@@ -49,13 +49,13 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class LLMOutput:
-    """What became of one prompt.
+    """A prompt and its completions.
 
     Attributes:
-      prompt: the text, or None if the prompt was given as ids.
-      prompt_token_ids: its tokens.
-      outputs: the answers, ``n`` of them.
-      num_cached_tokens: tokens of the prompt that did not have to be computed.
+      prompt: the string, or None if the prompt was given as token IDs.
+      prompt_token_ids: the tokens of the prompt.
+      outputs: ``n`` completions.
+      num_cached_tokens: tokens of the prompt that came from the prefix cache.
     """
 
     prompt: str | None
@@ -65,7 +65,7 @@ class LLMOutput:
 
 
 def as_prompts(given: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    """One prompt or several as a list of texts and id lists. Raises InvalidRequestError."""
+    """Returns prompts as a list of strings and ID lists. Raises InvalidRequestError."""
     if isinstance(given, str | Mapping) or (len(given) > 0 and _is_int(given[0])):
         return [_as_prompt(given)]
     return [_as_prompt(prompt) for prompt in given]
@@ -81,7 +81,7 @@ def _as_prompt(prompt: Any) -> str | list[int]:
     if isinstance(prompt, Sequence) and all(map(_is_int, prompt)):
         return [operator.index(token_id) for token_id in prompt]
     raise InvalidRequestError(
-        "a prompt must be a text, a list of token ids, {'prompt': text} or "
+        "a prompt must be a string, a list of token ids, {'prompt': string} or "
         f"{{'prompt_token_ids': ids}}, got {type(prompt).__name__}",
         param="prompt",
     )
@@ -94,26 +94,27 @@ def _is_int(value: Any) -> bool:
 async def collect(
     deltas: AsyncGenerator[Delta, None], output: LLMOutput, tokenizer: Tokenizer
 ) -> LLMOutput:
-    """Fills ``output`` with what its answers become, and returns it."""
+    """Fills ``output`` with the completions that ``deltas`` describe, and returns it."""
     texts: list[list[str]] = [[] for _ in output.outputs]
     async with aclosing(deltas):
         async for delta in deltas:
-            answer = output.outputs[delta.index]
+            completion = output.outputs[delta.index]
             texts[delta.index].append(delta.text)
-            answer.token_ids += delta.token_ids
+            completion.token_ids += delta.token_ids
             if delta.logprobs is not None:
-                answer.logprobs = answer.logprobs or []
-                answer.logprobs += [_by_id(entry, tokenizer) for entry in delta.logprobs]
-            answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
+                completion.logprobs = completion.logprobs or []
+                completion.logprobs += [_by_id(entry, tokenizer) for entry in delta.logprobs]
+            completion.finish_reason = delta.finish_reason
+            completion.stop_reason = delta.stop_reason
             if delta.index == 0:
                 output.num_cached_tokens = delta.num_cached_tokens
-    for answer, pieces in zip(output.outputs, texts, strict=True):
-        answer.text = "".join(pieces)
+    for completion, pieces in zip(output.outputs, texts, strict=True):
+        completion.text = "".join(pieces)
     return output
 
 
 def _by_id(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The sampled token first. It may be among the most likely ones too, with the same rank."""
+    """Returns the sampled token first; it may also be one of the most likely tokens."""
     ranks = [entry.rank, *range(1, len(entry.token_ids))]
     by_id: dict[int, Logprob] = {}
     for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):

@@ -1,16 +1,17 @@
-"""POST /v1/chat/completions: from the body to a job, from a job to the reply or its stream."""
+"""POST /v1/chat/completions: from the body to a job, from the job to the reply or its stream."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 import msgspec
 
 from jaxserve.front.outputs import Delta
+from jaxserve.front.requests import GenerateRequest
+from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
-from jaxserve.openai.constraints import constrained
-from jaxserve.openai.frames import framed
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.openai.messages import MessageBuilder, MessageForm
@@ -26,64 +27,70 @@ from jaxserve.openai.protocol import (
     ChatMessage,
     ChatRequest,
 )
+from jaxserve.openai.structured_output import read_constraints, with_structural_tag
 from jaxserve.openai.tools import ToolUse, call_id_maker, make_parser, read_tools
 from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.sampling_params import SamplingParams
 
 
-async def prepare(text_engine: TextEngine, request: ChatRequest, *, request_id: str = "") -> Job:
-    """Checks a request, renders its messages and encodes them.
+async def prepare(text_engine: TextEngine, body: ChatRequest, *, request_id: str = "") -> Job:
+    """Checks a request, renders its messages, encodes them and admits the request.
 
     Raises:
-      InvalidRequestError, UnknownModelError, QueueFullError: it will not be served.
+      InvalidRequestError, UnknownModelError, QueueFullError: the request will not be served.
     """
-    text_engine.check_model(request.model)
-    check_fields(request)
-    params = chat_params(request, text_engine.defaults, text_engine.engine.ready)
-    use = read_tools(request, text_engine)
-    params = await constrained(text_engine, request, params, use)
-    thinks_aloud = text_engine.reasoning_parser is not None and text_engine.hides_think_tags
-    if use.definitions or thinks_aloud:  # the marks of some formats are special tokens
-        params = msgspec.structs.replace(params, skip_special_tokens=False)
-    text = await render_prompt(text_engine, _with_effort(request), tools=use.definitions)
-    params = framed(text_engine, params, use, text)
+    model = text_engine.model
+    model.check_name(body.model)
+    check_fields(body)
+    use = read_tools(body, model)
+    constraints = await read_constraints(text_engine, body, use)
+    text = await render_prompt(model, _with_effort(body), tools=use.definitions)
+    grammar = with_structural_tag(constraints.grammar, model, use, text)
+    # The marks of some formats are special tokens, which a parser has to see.
+    is_parsed = model.reasoning_parser is not None and model.hides_think_tags
+    params = chat_params(
+        body,
+        model,
+        replace(constraints, grammar=grammar),
+        show_special_tokens=bool(use.definitions) or is_parsed,
+    )
     # The template writes the special tokens itself.
     prompts = await encode_prompts(
         text_engine,
         [text],
-        request,
-        add_special_tokens=bool(request.add_special_tokens),
+        body,
+        add_special_tokens=bool(body.add_special_tokens),
         param="messages",
     )
     form = MessageForm(
-        _parsers(text_engine, params.n, use, text) if params.detokenize else (),
-        call_id_maker(text_engine),
+        _parsers(model, params, use, text),
+        call_id_maker(model),
         parallel=use.parallel,
-        with_reasoning=request.include_reasoning is not False,
+        with_reasoning=body.include_reasoning is not False,
     )
-    deltas = text_engine.generate_batch(
-        prompts,
-        params,
+    request = GenerateRequest(
+        prompts=prompts,
+        params=params,
         request_id=request_id,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt or "",
-        param="messages",
-        length_param=length_field(request),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        prompt_field="messages",
+        length_field=length_field(body),
         parsers=form.parsers,
     )
     return Job.start(
-        text_engine,
+        model,
+        body,
         request,
-        params,
+        text_engine.generate(request),
         job_id=new_id("chatcmpl", request_id),
-        prompts=prompts,
-        deltas=deltas,
-        echo=_echo(request),
+        echo=_echo(body),
         form=form,
     )
 
 
 def _with_effort(request: ChatRequest) -> ChatRequest:
-    """How much to think is a matter of the template, for models that have it."""
+    """Hands reasoning_effort to the template: models that know it read it there."""
     if request.reasoning_effort is None:
         return request
     extra = {**(request.chat_template_kwargs or {}), "reasoning_effort": request.reasoning_effort}
@@ -91,14 +98,17 @@ def _with_effort(request: ChatRequest) -> ChatRequest:
 
 
 def _parsers(
-    text_engine: TextEngine, n: int, use: ToolUse, prompt: str
+    model: ServedModel, params: SamplingParams, use: ToolUse, prompt: str
 ) -> tuple[MessageParser, ...]:
-    parsers = (make_parser(text_engine, use, prompt) for _ in range(n))
+    """Returns a parser for each completion, or none if all text is content."""
+    if not params.detokenize:
+        return ()
+    parsers = (make_parser(model, use, prompt) for _ in range(params.n))
     return tuple(parser for parser in parsers if parser is not None)
 
 
 def _echo(request: ChatRequest) -> tuple[str, ...]:
-    """The text that the answer goes on from."""
+    """Returns the message that the completion continues, if the reply has to repeat it."""
     last = request.messages[-1] if request.messages else {}
     if not request.echo or last.get("role") != "assistant":
         return ()
@@ -106,10 +116,10 @@ def _echo(request: ChatRequest) -> tuple[str, ...]:
 
 
 async def complete(job: Job) -> ChatCompletion:
-    """Runs a job to its end. Closing the coroutine aborts it."""
+    """Runs a job to its end and returns the reply. Cancelling it aborts the request."""
     choices = [
         ChatChoice(i, ChatMessage(""), ChatLogprobs([]) if job.num_logprobs is not None else None)
-        for i in range(job.num_answers)
+        for i in range(job.num_completions)
     ]
     messages = [MessageBuilder(*job.echo) for _ in choices]
     token_ids: list[list[int]] = [[] for _ in choices]
@@ -148,7 +158,7 @@ async def complete(job: Job) -> ChatCompletion:
 
 
 async def stream(job: Job) -> AsyncGenerator[ChatChunk, None]:
-    """Runs a job and yields its chunks: for each answer the role, then pieces of the message."""
+    """Runs a job and yields its chunks: the role of each completion, then pieces of its message."""
     started: set[int] = set()
     async with aclosing(job.deltas) as deltas:
         async for delta in deltas:
@@ -166,7 +176,7 @@ async def stream(job: Job) -> AsyncGenerator[ChatChunk, None]:
 
 
 def _pieces(job: Job, delta: Delta) -> list[ChatChunkChoice]:
-    """One choice for each piece; log probabilities are with the first, the end is with the last."""
+    """Returns a choice for each piece: the first has the log probabilities, the last the end."""
     pieces = job.form.read(delta)
     if not pieces:
         if not delta.logprobs and delta.finish_reason is None and not job.with_token_ids:
@@ -183,7 +193,7 @@ def _pieces(job: Job, delta: Delta) -> list[ChatChunkChoice]:
 
 
 def _first_chunk(job: Job, index: int) -> ChatChunk:
-    """Says who speaks, and what was asked if the ids of that are wanted."""
+    """Returns the chunk with the role, and with the IDs of the prompt if they were requested."""
     role = ChatDelta(role="assistant", content="")
     chunk = _chunk(job, [ChatChunkChoice(index, role)], job.continuous_usage)
     if job.with_token_ids:

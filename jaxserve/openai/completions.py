@@ -1,4 +1,4 @@
-"""POST /v1/completions: from the body to a job, from a job to the reply or its stream."""
+"""POST /v1/completions: from the body to a job, from the job to the reply or its stream."""
 
 from __future__ import annotations
 
@@ -8,69 +8,63 @@ from contextlib import aclosing
 import msgspec
 
 from jaxserve.front.outputs import Delta
+from jaxserve.front.requests import GenerateRequest
+from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
-from jaxserve.openai.constraints import constrained
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import CompletionScores, extend, prompt_logprobs
 from jaxserve.openai.params import asked_tokens, check_fields, completion_params, length_field
 from jaxserve.openai.prompts import Prompt, completion_prompts, encode_prompts
 from jaxserve.openai.protocol import Completion, CompletionChoice, CompletionRequest
+from jaxserve.openai.structured_output import read_constraints
 
 DEFAULT_MAX_TOKENS = 16
+"""Length of a completion when the request names none, as in the OpenAI API."""
 
 
-async def prepare(
-    text_engine: TextEngine, request: CompletionRequest, *, request_id: str = ""
-) -> Job:
-    """Checks a request and encodes its prompts.
+async def prepare(text_engine: TextEngine, body: CompletionRequest, *, request_id: str = "") -> Job:
+    """Checks a request, encodes its prompts and admits the request.
 
     Raises:
-      InvalidRequestError, UnknownModelError, QueueFullError: it will not be served.
+      InvalidRequestError, UnknownModelError, QueueFullError: the request will not be served.
     """
-    text_engine.check_model(request.model)
-    check_fields(request)
-    params = completion_params(request, text_engine.defaults, text_engine.engine.ready)
-    params = await constrained(text_engine, request, params)
-    given = completion_prompts(request.prompt)
-    adds_special = request.add_special_tokens is not False
+    model = text_engine.model
+    model.check_name(body.model)
+    check_fields(body)
+    params = completion_params(body, model, await read_constraints(text_engine, body))
+    given = completion_prompts(body.prompt)
+    adds_special = body.add_special_tokens is not False
     prompts = await encode_prompts(
-        text_engine, given, request, add_special_tokens=adds_special, param="prompt"
+        text_engine, given, body, add_special_tokens=adds_special, param="prompt"
     )
-    deltas = text_engine.generate_batch(
-        prompts,
-        params,
-        request_id=request_id,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt or "",
-        default_max_tokens=DEFAULT_MAX_TOKENS,
-        length_param=length_field(request),
-    )
-    if asked_tokens(request) == 0:
-        deltas = _without_answer(deltas)
-    echo: tuple[str, ...] = ()
-    if request.echo:
-        is_cut = request.truncate_prompt_tokens is not None
-        shown: list[Prompt] = list(prompts) if is_cut else given
-        echo = tuple(_echo(text_engine, prompt) for prompt in shown)
-    return Job.start(
-        text_engine,
-        request,
-        params,
-        job_id=new_id("cmpl", request_id),
+    request = GenerateRequest(
         prompts=prompts,
-        deltas=deltas,
-        echo=echo,
+        params=params,
+        request_id=request_id,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        length_field=length_field(body),
     )
+    deltas = text_engine.generate(request)
+    if asked_tokens(body) == 0:
+        deltas = _prompt_only(deltas)
+    echo: tuple[str, ...] = ()
+    if body.echo:
+        is_cut = body.truncate_prompt_tokens is not None
+        shown: list[Prompt] = list(prompts) if is_cut else given
+        echo = tuple(_echo(model, prompt) for prompt in shown)
+    return Job.start(model, body, request, deltas, job_id=new_id("cmpl", request_id), echo=echo)
 
 
-def _echo(text_engine: TextEngine, prompt: Prompt) -> str:
+def _echo(model: ServedModel, prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
-    return text_engine.tokenizer.decode(prompt, skip_special_tokens=False)
+    return model.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
-async def _without_answer(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-    """One delta an answer, with what it says of the prompt."""
+async def _prompt_only(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    """Removes the generated token from every delta and keeps what it tells of the prompt."""
     async with aclosing(deltas):
         async for delta in deltas:
             reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
@@ -80,8 +74,8 @@ async def _without_answer(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator
 
 
 async def complete(job: Job) -> Completion:
-    """Runs a job to its end. Closing the coroutine aborts it."""
-    choices: list[CompletionChoice | None] = [None] * job.num_answers
+    """Runs a job to its end and returns the reply. Cancelling it aborts the request."""
+    choices: list[CompletionChoice | None] = [None] * job.num_completions
     texts: list[list[str]] = [[] for _ in choices]
     pieces = _Pieces(job)
     async with aclosing(job.deltas) as deltas:
@@ -94,14 +88,14 @@ async def complete(job: Job) -> Completion:
             else:
                 _add(choice, piece)
     whole = [choice for choice in choices if choice is not None]
-    assert len(whole) == len(choices), "an answer ended without a word"
+    assert len(whole) == len(choices), "a completion ended without a delta"
     for choice, text in zip(whole, texts, strict=True):
         choice.text = "".join(text)
     return _body(job, whole, with_usage=True)
 
 
 def _add(choice: CompletionChoice, piece: CompletionChoice) -> None:
-    """Adds the next piece of an answer, but for its text."""
+    """Adds the next piece of a completion, except its text."""
     if choice.logprobs is not None and piece.logprobs is not None:
         extend(choice.logprobs, piece.logprobs)
     if isinstance(choice.token_ids, list) and isinstance(piece.token_ids, list):
@@ -110,7 +104,7 @@ def _add(choice: CompletionChoice, piece: CompletionChoice) -> None:
 
 
 async def stream(job: Job) -> AsyncGenerator[Completion, None]:
-    """Runs a job and yields its chunks. Closing the generator aborts it."""
+    """Runs a job and yields its chunks. Closing the generator aborts the request."""
     pieces = _Pieces(job)
     async with aclosing(job.deltas) as deltas:
         async for delta in deltas:
@@ -125,7 +119,7 @@ async def stream(job: Job) -> AsyncGenerator[Completion, None]:
 
 
 class _Pieces:
-    """Turns deltas into choices. The first of each answer tells of its prompt too."""
+    """Turns deltas into choices. The first choice of a completion also describes its prompt."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -134,7 +128,7 @@ class _Pieces:
         if job.num_logprobs is not None:
             self._scores = [
                 CompletionScores(job.tokenizer, job.token_name, job.num_logprobs)
-                for _ in range(job.num_answers)
+                for _ in range(job.num_completions)
             ]
 
     def choice(self, delta: Delta) -> CompletionChoice:

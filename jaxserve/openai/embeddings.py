@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of prompts, from the hidden states that the model's head sees."""
+"""POST /v1/embeddings: a vector for each prompt, from the hidden states before the model's head."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError, RequestFailedError
 from jaxserve.front.outputs import Delta
+from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.params import check_prompt_fields
 from jaxserve.openai.prompts import completion_prompts, encode_cut
@@ -37,7 +38,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Embedding(msgspec.Struct, gc=False):
-    """The vector of one prompt: numbers, or base64 of float32 with the lowest byte first."""
+    """The vector of one prompt: numbers, or base64 of little-endian float32."""
 
     index: int
     embedding: list[float] | str
@@ -45,19 +46,19 @@ class Embedding(msgspec.Struct, gc=False):
 
 
 class EmbeddingUsage(msgspec.Struct, gc=False):
-    """The tokens of all prompts; both fields are the same."""
+    """The tokens of all prompts; both fields are equal."""
 
     prompt_tokens: int
     total_tokens: int
 
     @property
     def completion_tokens(self) -> int:
-        """Nothing is generated. Not in the reply."""
+        """Always 0, and not part of the reply: nothing is generated."""
         return 0
 
 
 class EmbeddingsReply(msgspec.Struct, kw_only=True):
-    """Reply of POST /v1/embeddings: a vector for each prompt, in their order."""
+    """Reply of POST /v1/embeddings: a vector for each prompt, in order."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]
@@ -78,53 +79,54 @@ class EmbeddingJob:
 
 
 async def prepare(
-    text_engine: TextEngine, request: EmbeddingRequest, *, request_id: str = ""
+    text_engine: TextEngine, body: EmbeddingRequest, *, request_id: str = ""
 ) -> EmbeddingJob:
-    """Checks a request and encodes its prompts.
+    """Checks a request, encodes its prompts and admits the request.
 
     Raises:
-      InvalidRequestError, UnknownModelError, QueueFullError: it will not be served.
+      InvalidRequestError, UnknownModelError, QueueFullError: the request will not be served.
     """
-    text_engine.check_model(request.model)
-    check_prompt_fields(request.cache_salt, request.truncate_prompt_tokens)
-    width = text_engine.engine.ready.hidden_size
-    if request.dimensions is not None and request.dimensions != width:
+    model = text_engine.model
+    model.check_name(body.model)
+    check_prompt_fields(body.cache_salt, body.truncate_prompt_tokens)
+    width = model.ready.hidden_size
+    if body.dimensions is not None and body.dimensions != width:
         raise InvalidRequestError(
-            f"dimensions must be {width}, which is what the model has, got {request.dimensions}",
+            f"dimensions must be {width}, which is what the model has, got {body.dimensions}",
             param="dimensions",
         )
     prompts = await encode_cut(
         text_engine,
-        completion_prompts(request.input, param="input"),
-        request.truncate_prompt_tokens,
+        completion_prompts(body.input, param="input"),
+        body.truncate_prompt_tokens,
         room=0,
-        add_special_tokens=request.add_special_tokens is not False,
+        add_special_tokens=body.add_special_tokens is not False,
         param="input",
     )
-    deltas = text_engine.generate_batch(
-        prompts,
-        SamplingParams(temperature=0, max_tokens=1, pooling=request.pooling or "last"),
+    request = GenerateRequest(
+        prompts=prompts,
+        params=SamplingParams(temperature=0, max_tokens=1, pooling=body.pooling or "last"),
         request_id=request_id,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt or "",
-        param="input",
-        length_param="input",
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        prompt_field="input",
+        length_field="input",
     )
     return EmbeddingJob(
-        model=request.model or text_engine.model_name,
-        deltas=deltas,
+        model=body.model or model.name,
+        deltas=text_engine.generate(request),
         num_prompts=len(prompts),
         num_prompt_tokens=sum(map(len, prompts)),
-        as_base64=request.encoding_format == "base64",
-        normalize=request.normalize is not False,
+        as_base64=body.encoding_format == "base64",
+        normalize=body.normalize is not False,
     )
 
 
 async def complete(job: EmbeddingJob) -> EmbeddingsReply:
-    """Runs a job to its end. Closing the coroutine aborts it.
+    """Runs a job to its end and returns the reply. Cancelling it aborts the request.
 
     Raises:
-      RequestFailedError: a prompt was aborted from elsewhere.
+      RequestFailedError: the request was aborted by its ID.
     """
     vectors: dict[int, list[float] | str] = {}
     async with aclosing(job.deltas) as deltas:
@@ -141,7 +143,7 @@ async def complete(job: EmbeddingJob) -> EmbeddingsReply:
 
 
 def _unit(vector: Sequence[float]) -> list[float]:
-    """A vector of length 1 in the same direction; zeros stay zeros."""
+    """Returns the vector scaled to length 1; zeros stay zeros."""
     length = math.hypot(*vector) or 1.0
     return [value / length for value in vector]
 

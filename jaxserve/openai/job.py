@@ -1,16 +1,17 @@
-"""An accepted request of any endpoint, and the count of its tokens."""
+"""A request that was accepted, whatever its endpoint, and the count of its tokens."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
 from jaxserve.front.outputs import Delta
-from jaxserve.front.text_engine import TextEngine
+from jaxserve.front.requests import GenerateRequest
+from jaxserve.front.served_model import ServedModel
 from jaxserve.openai.logprobs import TokenName, token_names
 from jaxserve.openai.messages import PLAIN, MessageForm
 from jaxserve.openai.protocol import (
@@ -25,7 +26,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class UsageCount:
-    """The tokens of a job so far."""
+    """Counts the tokens of a job."""
 
     num_prompt_tokens: int
     n: int
@@ -34,7 +35,7 @@ class UsageCount:
     cached_by_prompt: dict[int, int] = field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
-        """Counts the tokens of a delta. Of the answers to one prompt the first tells the hits."""
+        """Counts a delta. The first completion of each prompt tells the cached tokens."""
         self.num_completion_tokens += len(delta.token_ids)
         if delta.events is not None:
             known = self.num_reasoning_tokens or 0
@@ -44,11 +45,11 @@ class UsageCount:
 
     @property
     def num_cached_tokens(self) -> int:
-        """How many tokens of the prompts were not computed again."""
+        """Tokens of the prompts that came from the prefix cache."""
         return sum(self.cached_by_prompt.values())
 
     def usage(self) -> Usage:
-        """As the API says it."""
+        """Returns the counts in the form of the API."""
         return Usage(
             self.num_prompt_tokens,
             self.num_completion_tokens,
@@ -65,12 +66,13 @@ class Job:
     """A request that has passed every check. Nothing runs before ``deltas`` is iterated.
 
     Attributes:
-      echo: a text to put before the answers to each prompt, or empty.
-      form: of the messages of a chat.
-      num_logprobs: how many of the likeliest tokens to show with each token; None: no numbers.
+      params: the sampling parameters of the request.
+      num_logprobs: how many of the most likely tokens to show with each token; None: no numbers.
       num_prompt_logprobs: likewise for the ``prompt_logprobs`` field.
-      token_name: what log probabilities call a token.
-      with_token_ids: show the ids of prompts and answers too.
+      token_name: names a token in log probabilities.
+      with_token_ids: show the IDs of prompts and completions too.
+      echo: for each prompt, the text that comes before its completions; or empty.
+      form: turns deltas into the pieces of a chat message.
     """
 
     id: str
@@ -79,8 +81,9 @@ class Job:
     fingerprint: str
     tokenizer: Tokenizer
     deltas: AsyncGenerator[Delta, None]
-    prompts: list[list[int]]
-    num_answers: int
+    prompts: Sequence[list[int]]
+    num_completions: int
+    params: SamplingParams
     usage: UsageCount
     num_logprobs: int | None
     num_prompt_logprobs: int | None
@@ -94,37 +97,37 @@ class Job:
     @classmethod
     def start(
         cls,
-        text_engine: TextEngine,
-        request: GenerationRequest,
-        params: SamplingParams,
+        model: ServedModel,
+        body: GenerationRequest,
+        request: GenerateRequest,
+        deltas: AsyncGenerator[Delta, None],
         *,
         job_id: str,
-        prompts: list[list[int]],
-        deltas: AsyncGenerator[Delta, None],
         echo: tuple[str, ...] = (),
         form: MessageForm = PLAIN,
     ) -> Job:
-        """The job of a request whose prompts have been encoded and accepted."""
-        options = request.stream_options
+        """Returns the job of a request that the engine has accepted; ``deltas`` runs it."""
+        options, params, prompts = body.stream_options, request.params, request.prompts
         include_usage = bool(options and options.include_usage)
-        as_ids = bool(request.return_tokens_as_token_ids)
-        num_prompt_logprobs = request.prompt_logprobs
+        as_ids = bool(body.return_tokens_as_token_ids)
+        num_prompt_logprobs = body.prompt_logprobs
         if num_prompt_logprobs == ALL_LOGPROBS:
-            num_prompt_logprobs = params.prompt_logprobs  # counted by now
+            num_prompt_logprobs = params.prompt_logprobs  # -1 has become a count
         return cls(
             id=job_id,
             created=int(time.time()),
-            model=request.model or text_engine.model_name,
-            fingerprint=text_engine.fingerprint,
-            tokenizer=text_engine.tokenizer,
+            model=body.model or model.name,
+            fingerprint=model.fingerprint,
+            tokenizer=model.tokenizer,
             deltas=deltas,
             prompts=prompts,
-            num_answers=len(prompts) * params.n,
+            num_completions=request.num_completions,
+            params=params,
             usage=UsageCount(sum(map(len, prompts)), params.n),
             num_logprobs=params.logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
-            token_name=token_names(text_engine.tokenizer, as_ids=as_ids),
-            with_token_ids=bool(request.return_token_ids),
+            token_name=token_names(model.tokenizer, as_ids=as_ids),
+            with_token_ids=bool(body.return_token_ids),
             include_usage=include_usage,
             continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
             echo=echo,
@@ -133,5 +136,5 @@ class Job:
 
 
 def new_id(prefix: str, request_id: str = "") -> str:
-    """The id of a reply: from the client's own request id if it gave one."""
+    """Returns the ID of a reply, made from the client's request ID if there is one."""
     return f"{prefix}-{request_id or uuid.uuid4().hex}"

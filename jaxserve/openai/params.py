@@ -1,4 +1,4 @@
-"""From the fields of a request to `SamplingParams`, and what is refused because it is not there."""
+"""Turns the fields of a request into `SamplingParams` and refuses fields that are not supported."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.generation_defaults import GenerationDefaults
-from jaxserve.ipc.messages import Ready
+from jaxserve.front.served_model import ServedModel
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from jaxserve.openai.structured_output import Constraints
 from jaxserve.sampling_params import SamplingParams, logprobs_within
 
 MAX_STOP_CHARS = 1000
-"""Longest stop string; each may be searched for at every token."""
+"""Longest stop string: each may be searched for at every token."""
 
 MAX_SALT_CHARS = 1000
 
@@ -23,7 +23,7 @@ SAME_NAME = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("detokenize", "skip_special_tokens", "include_stop_str_in_output"),
 )
-"""Fields of a request that are fields of `SamplingParams` as they stand."""
+"""Fields that a request shares with `SamplingParams`, under the same name."""
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
@@ -46,7 +46,7 @@ NO_OP: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
         "web_search_options": _never,
     }
 )
-"""Features that are not here, and the values (besides null) that do not ask for them."""
+"""Unsupported features, and the values (besides null) that do not request them."""
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
@@ -55,14 +55,14 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "functions": "tools",
     }
 )
-"""What does the same."""
+"""The supported field that does the same."""
 
 
 def check_fields(request: GenerationRequest) -> None:
-    """Checks what is no sampling parameter.
+    """Validates the fields that do not become `SamplingParams`.
 
     Raises:
-      InvalidRequestError: a field asks for something that is not here, or two do not fit together.
+      InvalidRequestError: a field requests an unsupported feature, or two fields contradict.
     """
     for name, is_no_op in NO_OP.items():
         value = getattr(request, name, None)
@@ -87,7 +87,7 @@ def check_fields(request: GenerationRequest) -> None:
 
 
 def check_prompt_fields(salt: str | None, keep: int | None) -> None:
-    """Checks ``cache_salt`` and ``truncate_prompt_tokens``. Raises InvalidRequestError."""
+    """Validates ``cache_salt`` and ``truncate_prompt_tokens``. Raises InvalidRequestError."""
     if salt is not None and not 0 < len(salt) <= MAX_SALT_CHARS:
         raise InvalidRequestError(
             f"cache_salt must have 1 to {MAX_SALT_CHARS} characters, got {len(salt)}",
@@ -101,61 +101,77 @@ def check_prompt_fields(salt: str | None, keep: int | None) -> None:
 
 
 def completion_params(
-    request: CompletionRequest, defaults: GenerationDefaults, ready: Ready
+    request: CompletionRequest, model: ServedModel, constraints: Constraints
 ) -> SamplingParams:
-    """The parameters of a completion. Raises InvalidRequestError.
+    """Returns the parameters of a completion. Raises InvalidRequestError.
 
-    With ``max_tokens`` 0 one token is generated, for nobody to see: that is how a prompt is scored.
+    With ``max_tokens`` 0 the engine generates one token that nobody sees: it scores the prompt.
     """
     values: dict[str, Any] = {}
     if asked_tokens(request) == 0:
         values |= {"max_tokens": 1, "min_tokens": 0}
-    logprobs = _count(request.logprobs, ready, "logprobs")
+    logprobs = _count(request.logprobs, model, "logprobs")
     if request.echo and logprobs is not None:
-        of_prompt = _count(request.prompt_logprobs, ready, "prompt_logprobs")
+        of_prompt = _count(request.prompt_logprobs, model, "prompt_logprobs")
         values["prompt_logprobs"] = max(logprobs, of_prompt or 0)
-    return _params(request, defaults, ready, logprobs, values)
+    return _params(request, model, constraints, logprobs, values)
 
 
-def chat_params(request: ChatRequest, defaults: GenerationDefaults, ready: Ready) -> SamplingParams:
-    """The parameters of a chat completion. Raises InvalidRequestError."""
+def chat_params(
+    request: ChatRequest,
+    model: ServedModel,
+    constraints: Constraints,
+    *,
+    show_special_tokens: bool = False,
+) -> SamplingParams:
+    """Returns the parameters of a chat completion. Raises InvalidRequestError.
+
+    Args:
+      request: the body.
+      model: the model that answers.
+      constraints: the grammar and the bad words of the request.
+      show_special_tokens: decode special tokens whatever the request says, for a parser.
+    """
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    logprobs = _count(request.top_logprobs or 0, ready, "top_logprobs")
-    return _params(request, defaults, ready, logprobs if request.logprobs else None, {})
+    logprobs = _count(request.top_logprobs or 0, model, "top_logprobs")
+    values = {"skip_special_tokens": False} if show_special_tokens else {}
+    return _params(request, model, constraints, logprobs if request.logprobs else None, values)
 
 
-def _count(count: int | None, ready: Ready, param: str) -> int | None:
+def _count(count: int | None, model: ServedModel, param: str) -> int | None:
     if count is None:
         return None
-    return logprobs_within(count, ready.max_logprobs, ready.vocab_size, param=param)
+    return logprobs_within(count, model.ready.max_logprobs, model.vocab_size, param=param)
 
 
 def asked_tokens(request: GenerationRequest) -> int | None:
-    """The length of an answer that was asked for."""
+    """Returns the requested length of a completion; None: the request names none."""
     asked = request.max_completion_tokens
     return request.max_tokens if asked is None else asked
 
 
 def length_field(request: GenerationRequest) -> str:
-    """The field in which it was asked for."""
+    """Returns the name of the field that holds the requested length."""
     return "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
 
 
 def _params(
     request: GenerationRequest,
-    defaults: GenerationDefaults,
-    ready: Ready,
+    model: ServedModel,
+    constraints: Constraints,
     logprobs: int | None,
     overrides: dict[str, Any],
 ) -> SamplingParams:
-    values: dict[str, Any] = dict(defaults.sampling)
+    values: dict[str, Any] = dict(model.defaults.sampling)
     asked = {name: getattr(request, name) for name in SAME_NAME}
     values |= {name: value for name, value in asked.items() if value is not None}
-    values["stop"] = _stop_texts(request.stop)
+    values["stop"] = _stop_strings(request.stop)
     values["stop_token_ids"] = tuple(request.stop_token_ids or ())
     values["logprobs"] = logprobs
-    values["prompt_logprobs"] = _count(request.prompt_logprobs, ready, "prompt_logprobs")
+    values["prompt_logprobs"] = _count(request.prompt_logprobs, model, "prompt_logprobs")
+    values["grammar"] = constraints.grammar
+    values["bad_words_token_ids"] = constraints.bad_words_token_ids
     values["logit_bias"] = request.logit_bias or None
     if request.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(request.allowed_token_ids)
@@ -163,14 +179,14 @@ def _params(
     try:
         return SamplingParams(**values | overrides)
     except InvalidRequestError as error:
-        # Blame the field that the client sent, not the one that it became.
+        # Name the field that the client sent, not the parameter that it became.
         sent = length_field(request)
         message = re.sub(r"\bmax_tokens\b", sent, error.message)
         param = sent if error.param == "max_tokens" else error.param
         raise InvalidRequestError(message, param=param) from error
 
 
-def _stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
     longest = max(map(len, texts), default=0)
     if longest > MAX_STOP_CHARS:

@@ -1,4 +1,4 @@
-"""The prompts of a request: texts, token ids, or messages rendered with the chat template."""
+"""The prompts of a request: strings, token IDs, or messages rendered with the chat template."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import INLINE_CHARS, TextEngine
 from jaxserve.openai.decoding import json_type, wrong_type
 from jaxserve.openai.params import asked_tokens
@@ -23,15 +24,15 @@ RESERVED_TEMPLATE_NAMES = frozenset(
         *("special_tokens", "tokenize"),
     }
 )
-"""What chat_template_kwargs must not set: it adds variables and overrides none."""
+"""Names that chat_template_kwargs must not set: they belong to the renderer."""
 
 Prompt = str | list[int]
 
-_FORMS = "a text, a list of token ids, or a list of either"
+_FORMS = "a string, a list of token ids, or a list of either"
 
 
 class ChatPrompt(Protocol):
-    """The fields of a request that a chat prompt is made from."""
+    """The fields of a request that make a chat prompt."""
 
     @property
     def messages(self) -> list[dict[str, Any]] | None: ...
@@ -44,7 +45,7 @@ class ChatPrompt(Protocol):
 
 
 def completion_prompts(value: Any, *, param: str = "prompt") -> list[Prompt]:
-    """The prompts in the field ``param``. Raises InvalidRequestError naming it."""
+    """Returns the prompts in the field ``param``. Raises InvalidRequestError, which names it."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -84,9 +85,9 @@ async def encode_prompts(
     add_special_tokens: bool,
     param: str,
 ) -> list[list[int]]:
-    """Token ids of prompts that are all texts or all ids already, cut if the request says so.
+    """Returns the token IDs of prompts, cut at their start if the request says so.
 
-    What is cut off is the beginning. Errors name ``param``.
+    ``prompts`` holds strings only or token IDs only. Errors name ``param``.
     """
     return await encode_cut(
         text_engine,
@@ -107,8 +108,9 @@ async def encode_cut(
     add_special_tokens: bool,
     param: str,
 ) -> list[list[int]]:
-    """`encode_prompts` with the last ``keep`` tokens of each; None: all of them, -1: as many as
-    leave ``room`` for an answer.
+    """Returns the last ``keep`` token IDs of each prompt.
+
+    ``keep`` None keeps every token; -1 keeps as many as leave ``room`` for a completion.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
@@ -121,19 +123,19 @@ async def encode_cut(
         )
     if keep is None:
         return ids
-    if keep > text_engine.max_model_len:
+    if keep > text_engine.model.max_model_len:
         raise InvalidRequestError(
             f"truncate_prompt_tokens must be at most the context length of "
-            f"{text_engine.max_model_len} tokens, got {keep}",
+            f"{text_engine.model.max_model_len} tokens, got {keep}",
             param="truncate_prompt_tokens",
         )
     if keep == -1:
-        keep = max(text_engine.max_model_len - room, 1)
+        keep = max(text_engine.model.max_model_len - room, 1)
     return [prompt[-keep:] for prompt in ids]
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError if variables for a template are not for others to set."""
+    """Raises InvalidRequestError if a variable for the template has a reserved name."""
     reserved = sorted(RESERVED_TEMPLATE_NAMES & variables.keys())
     if reserved:
         raise InvalidRequestError(
@@ -142,20 +144,20 @@ def check_variables(variables: Mapping[str, Any]) -> None:
 
 
 async def render_prompt(
-    text_engine: TextEngine, request: ChatPrompt, *, tools: Sequence[Mapping[str, Any]] = ()
+    model: ServedModel, request: ChatPrompt, *, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """The text that the messages of a chat become; ``tools`` are what the template is to show.
+    """Renders the messages of a chat; the template shows ``tools`` to the model.
 
     Raises:
-      InvalidRequestError: the messages are not ones, or the template refuses them.
+      InvalidRequestError: the messages are invalid, or the template refuses them.
     """
-    if text_engine.chat_template is None:
+    if model.chat_template is None:
         raise InvalidRequestError(
             "this model has no chat template: use /v1/completions, or start the server with "
             "--chat-template FILE"
         )
-    messages = _messages(request.messages, text_engine.chat_template)
-    extra = {**text_engine.template_variables, **(request.chat_template_kwargs or {})}
+    messages = _messages(request.messages, model.chat_template)
+    extra = {**model.template_variables, **(request.chat_template_kwargs or {})}
     check_variables(extra)
     continues = bool(request.continue_final_message)
     adds_prompt = request.add_generation_prompt
@@ -171,13 +173,13 @@ async def render_prompt(
         )
 
     def render() -> str:
-        assert text_engine.chat_template is not None
+        assert model.chat_template is not None
         return render_chat(
-            text_engine.chat_template,
+            model.chat_template,
             _open_end(messages) if continues else messages,
             add_generation_prompt=not continues and adds_prompt is not False,
             tools=tools or None,
-            special_tokens=text_engine.tokenizer.special_tokens,
+            special_tokens=model.tokenizer.special_tokens,
             **extra,
         )
 
@@ -187,8 +189,8 @@ async def render_prompt(
     return _cut_at_open_end(text) if continues else text
 
 
-# Stands after the text that is to be continued. Whatever the template does after it is cut off, and
-# white space before it is not at an edge that a template would trim.
+# Marks the end of the message to continue. What the template writes after it is cut off, and the
+# white space before it is safe from templates that trim messages.
 _OPEN_END = "\ue000open-end\ue000"
 
 
@@ -207,7 +209,7 @@ def _cut_at_open_end(text: str) -> str:
 
 
 def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[str, Any]]:
-    """Messages as templates expect them: content is always a text."""
+    """Returns the messages as templates expect them: content is always a string."""
     if not given:
         raise InvalidRequestError("messages must be a list of at least one", param="messages")
     if len(given) > MAX_MESSAGES:
@@ -220,7 +222,7 @@ def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[st
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise InvalidRequestError(
-                f"{path}.role must be a text, such as 'user', got {role!r:.50}",
+                f"{path}.role must be a string, such as 'user', got {role!r:.50}",
                 param=f"{path}.role",
             )
         if role == "developer" and "developer" not in template:
@@ -234,14 +236,14 @@ def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[st
 
 
 def content_text(content: Any, path: str) -> str:
-    """The text of a message; parts are joined with line breaks, nothing is an empty text."""
+    """Returns the text of a message: its parts joined with line breaks; "" for None."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(
-            f"{path} must be a text or a list of parts, got {json_type(content)}", param=path
+            f"{path} must be a string or a list of parts, got {json_type(content)}", param=path
         )
     texts = []
     for i, part in enumerate(content):
@@ -253,7 +255,7 @@ def content_text(content: Any, path: str) -> str:
             )
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError(
-                f"{path}[{i}].text must be a text, got {json_type(part.get('text'))}",
+                f"{path}[{i}].text must be a string, got {json_type(part.get('text'))}",
                 param=f"{path}[{i}].text",
             )
         texts.append(part["text"])
@@ -261,7 +263,7 @@ def content_text(content: Any, path: str) -> str:
 
 
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Earlier calls, their arguments as objects: clients send JSON, templates want the values."""
+    """Returns earlier calls with decoded arguments: clients send JSON, templates want values."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         given = json_type(calls) if not isinstance(calls, list) else "a list of other things"
         raise InvalidRequestError(f"{path} must be a list of objects, got {given}", param=path)

@@ -1,4 +1,4 @@
-"""POST /v1/responses: an adapter to the chat that does the work, and its answer as a response."""
+"""POST /v1/responses: turns a body into a chat request, and its completion into a response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from jaxserve.openai import chat
 from jaxserve.openai.errors import error_reply
 from jaxserve.openai.job import Job
 from jaxserve.openai.logprobs import chat_logprobs
-from jaxserve.openai.params import chat_params
 from jaxserve.openai.protocol import ChatLogprobs
 from jaxserve.openai.response_items import ItemWriter
 from jaxserve.openai.responses_input import function_tools, in_own_words, to_chat
@@ -36,42 +35,40 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResponseJob:
-    """The chat that answers, and the response as it was when nothing had been generated."""
+    """The chat job that does the work, and the response before anything was generated."""
 
     job: Job
     response: Response
 
 
 async def prepare(
-    text_engine: TextEngine, request: ResponsesRequest, *, request_id: str = ""
+    text_engine: TextEngine, body: ResponsesRequest, *, request_id: str = ""
 ) -> ResponseJob:
-    """Checks a request, renders its input and encodes it.
+    """Checks a request, renders its input, encodes it and admits the request.
 
     Raises:
-      InvalidRequestError, UnknownModelError, QueueFullError: it will not be served.
+      InvalidRequestError, UnknownModelError, QueueFullError: the request will not be served.
     """
-    chat_request = to_chat(request)
     try:
-        params = chat_params(chat_request, text_engine.defaults, text_engine.engine.ready)
-        job = await chat.prepare(text_engine, chat_request, request_id=request_id)
+        job = await chat.prepare(text_engine, to_chat(body), request_id=request_id)
     except InvalidRequestError as error:
-        raise in_own_words(error, request) from error
+        raise in_own_words(error, body) from error
     response = Response(
         id=job.id.replace("chatcmpl-", "resp_", 1),
         created_at=job.created,
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
-        metadata=request.metadata or {},
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
         model=job.model,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-        reasoning=request.reasoning or ReasoningOptions(),
-        temperature=params.temperature,
-        text=_text(request),
-        tool_choice=request.tool_choice or "auto",
-        tools=[_shown(tool) for tool in function_tools(request)],
-        top_logprobs=request.top_logprobs or 0,
-        top_p=params.top_p,
-        user=request.user,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning=body.reasoning or ReasoningOptions(),
+        temperature=job.params.temperature,
+        text=_text(body),
+        tool_choice=body.tool_choice or "auto",
+        tools=[_shown(tool) for tool in function_tools(body)],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=job.params.top_p,
+        user=body.user,
     )
     return ResponseJob(job, response)
 
@@ -89,7 +86,7 @@ def _shown(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 async def complete(prepared: ResponseJob) -> Response:
-    """Runs a job to its end. Closing the coroutine aborts it."""
+    """Runs a job to its end and returns the response. Cancelling it aborts the request."""
     output = _Output(prepared)
     async with aclosing(prepared.job.deltas) as deltas:
         async for delta in deltas:
@@ -99,11 +96,11 @@ async def complete(prepared: ResponseJob) -> Response:
 
 
 async def stream(prepared: ResponseJob) -> AsyncGenerator[Event, None]:
-    """Runs a job and yields its events. An error on the way is an event too, the last one."""
+    """Runs a job and yields its events. An error after the first token becomes the last event."""
     output = _Output(prepared)
     deltas = prepared.job.deltas
     async with aclosing(deltas):
-        # What fails before there is a token is an error of the whole request.
+        # An error before the first token is an error of the whole request.
         first = await anext(deltas)
         try:
             yield output.writer.about("created", output.response)
@@ -120,17 +117,17 @@ async def stream(prepared: ResponseJob) -> AsyncGenerator[Event, None]:
 
 
 class _Output:
-    """A response that grows."""
+    """Builds a response from the deltas of its chat job."""
 
     def __init__(self, prepared: ResponseJob) -> None:
         self.response = prepared.response
         self.writer = ItemWriter()
         self._job = prepared.job
         self._finish_reason: str | None = None
-        self._silent: list[Any] = []  # log probabilities of tokens that have shown no text yet
+        self._silent: list[Any] = []  # log probabilities of tokens whose text is held back
 
     def add(self, delta: Delta) -> list[Event]:
-        """The events of what has come."""
+        """Returns the events of a delta."""
         job = self._job
         job.usage.add(delta)
         self._finish_reason = job.form.finish_reason(delta)
@@ -144,7 +141,7 @@ class _Output:
         return events
 
     def end(self) -> list[Event]:
-        """The events at the end; completes the response."""
+        """Completes the response and returns its last events."""
         cut_off = self._finish_reason == "length"
         is_whole = self._finish_reason in ("stop", "tool_calls")
         events = self.writer.end("completed" if is_whole else "incomplete")
@@ -166,7 +163,7 @@ class _Output:
         return [*events, last]
 
     def fail(self, error: Exception) -> Event:
-        """The event of an error."""
+        """Returns the event of an error."""
         reply = error_reply(error)
         if reply.status == 500:
             logger.error("a response was broken off", exc_info=error)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.text_engine import TextEngine
+from jaxserve.front.served_model import ServedModel
 from jaxserve.openai.decoding import wrong_type
 from jaxserve.openai.protocol import ChatRequest
 from jaxserve.parsing.enforced import json_array_calls, named_call
@@ -24,7 +24,7 @@ MAX_TOOLS = 512
 MAX_NAME_CHARS = 256
 
 PROMPT_TAIL = 200
-"""Characters at the end of a prompt in which it may have opened or closed a think block."""
+"""Characters at the end of a prompt that can open or close a think block."""
 
 _CHOICES = "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}"
 
@@ -42,15 +42,15 @@ class _Tool(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What the model may call, and whether it must.
+    """The tools that the model may call, and whether it must call one.
 
     Attributes:
-      definitions: the tools as the client sent them, for the template; empty without tools or
-        with choice "none".
+      definitions: the tools as the client sent them, for the template; empty if none may be
+        called.
       parameters: function names -> JSON schemas of their parameters.
-      choice: "named" is a function that must be called.
-      name: of that function.
-      parallel: whether there may be more than one call.
+      choice: as ``tool_choice``; "named": the function ``name`` must be called.
+      name: the function that must be called.
+      parallel: more than one call is allowed.
     """
 
     definitions: tuple[dict[str, Any], ...] = ()
@@ -61,21 +61,21 @@ class ToolUse:
 
     @property
     def is_enforced(self) -> bool:
-        """Whether the answer is nothing but calls, in plain JSON, but for a think block."""
+        """Whether the completion must be tool calls in plain JSON, after any think block."""
         return self.choice in ("required", "named")
 
 
-def read_tools(request: ChatRequest, text_engine: TextEngine) -> ToolUse:
-    """What a request says of tools.
+def read_tools(request: ChatRequest, model: ServedModel) -> ToolUse:
+    """Reads the tools of a request.
 
     Raises:
-      InvalidRequestError: the tools or the choice are not ones, or the model has no way to call.
+      InvalidRequestError: the tools or the choice are invalid, or the model cannot call tools.
     """
     parameters = _parameters(request.tools)
     choice, name = _choice(request.tool_choice, parameters)
     if choice == "none":
         return ToolUse()
-    if text_engine.tool_call_parser is None:
+    if model.tool_call_parser is None:
         raise InvalidRequestError(
             "the chat template of this model has no known form for tool calls; start the server "
             "with --tool-call-parser NAME (and --chat-template FILE), or send tool_choice 'none'",
@@ -87,25 +87,25 @@ def read_tools(request: ChatRequest, text_engine: TextEngine) -> ToolUse:
     )
 
 
-def make_parser(text_engine: TextEngine, use: ToolUse, prompt: str) -> MessageParser | None:
-    """The parser of one answer to a rendered prompt; None if all of the answer is content."""
+def make_parser(model: ServedModel, use: ToolUse, prompt: str) -> MessageParser | None:
+    """Returns the parser of one completion of a rendered prompt; None if all text is content."""
     reasoning = calls = None
-    if text_engine.reasoning_parser is not None:
-        reasoning = reasoning_parser(text_engine.reasoning_parser, prompt=prompt[-PROMPT_TAIL:])
+    if model.reasoning_parser is not None:
+        reasoning = reasoning_parser(model.reasoning_parser, prompt=prompt[-PROMPT_TAIL:])
     if use.is_enforced:
         read = json_array_calls if use.name is None else named_call(use.name)
         calls = Parser(read, tools=use.parameters, calls_only=True)
     elif use.choice == "auto":
-        assert text_engine.tool_call_parser is not None
-        calls = tool_parser(text_engine.tool_call_parser, use.parameters)
+        assert model.tool_call_parser is not None
+        calls = tool_parser(model.tool_call_parser, use.parameters)
     if reasoning is None and calls is None:
         return None
     return MessageParser(reasoning, calls)
 
 
-def call_id_maker(text_engine: TextEngine) -> Callable[[], str]:
-    """Makes the ids of calls, in the form that the model's template takes them back in."""
-    return _mistral_id if text_engine.tool_call_parser == "mistral" else _call_id
+def call_id_maker(model: ServedModel) -> Callable[[], str]:
+    """Returns a maker of call IDs in the form that the model's template accepts."""
+    return _mistral_id if model.tool_call_parser == "mistral" else _call_id
 
 
 def _call_id() -> str:
@@ -118,7 +118,7 @@ def _mistral_id() -> str:
 
 
 def _parameters(tools: list[dict[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """Function names -> schemas of their parameters."""
+    """Returns the schemas of the parameters by function name."""
     if not tools:
         return {}
     if len(tools) > MAX_TOOLS:

@@ -1,10 +1,11 @@
-"""A front end whose answers are known beforehand, for tests of the API."""
+"""A text engine with scripted completions, for tests of the API."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import Ready, Submit
 from jaxserve.testing.scripted_engine import READY, ScriptedEngine
@@ -15,15 +16,17 @@ def scripted_text_engine(
     *answers: str | Sequence[int],
     tokens_per_output: int = 1,
     ready: Ready = READY,
+    max_in_flight: int = 1024,
     **options: Any,
 ) -> TextEngine:
-    """A front end on a `ScriptedEngine` with the tiny tokenizer.
+    """Returns a text engine on a `ScriptedEngine` with the tiny tokenizer.
 
     Args:
-      *answers: texts or token ids. Requests get them in turn, each followed by the end token.
-      tokens_per_output: how many tokens come at a time.
-      ready: what the engine has settled on.
-      **options: of `TextEngine`.
+      *answers: strings or token IDs. Requests get them in turn, each followed by the end token.
+      tokens_per_output: how many tokens each engine output carries.
+      ready: the sizes that the engine reports.
+      max_in_flight: as for `TextEngine`.
+      **options: as for `ServedModel.create`.
     """
     tokenizer = tiny_tokenizer()
     assert tokenizer.eos_token_id is not None
@@ -36,4 +39,5 @@ def scripted_text_engine(
         return scripts[(len(engine.submitted) - 1) % len(scripts)]
 
     engine = ScriptedEngine(script, tokens_per_output=tokens_per_output, ready=ready)
-    return TextEngine(engine, tokenizer, **{"model_names": ("tiny",), **options})
+    model = ServedModel.create(ready, tokenizer, **{"names": ("tiny",), **options})
+    return TextEngine(engine, model, max_in_flight=max_in_flight)

@@ -1,4 +1,4 @@
-"""GET /openapi.json: the API, described by the structs that read and write it."""
+"""GET /openapi.json: describes the API by the structs that read and write it."""
 
 from __future__ import annotations
 
@@ -11,37 +11,25 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from jaxserve import __version__
-from jaxserve.openai.embeddings import EmbeddingRequest, EmbeddingsReply
+from jaxserve.openai.endpoints import ENDPOINTS
 from jaxserve.openai.errors import ErrorBody
-from jaxserve.openai.protocol import (
-    ChatChunk,
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from jaxserve.openai.responses_protocol import Response, ResponseEvent, ResponsesRequest
-from server.routes.control import AbortRequest
+from jaxserve.openai.protocol import DetokenizeRequest, TokenizeRequest
+from server.routes.service import AbortRequest
 
 POSTS: dict[str, tuple[type[msgspec.Struct], Any, Any]] = {
-    "/v1/completions": (CompletionRequest, Completion, Completion),
-    "/v1/chat/completions": (ChatRequest, ChatCompletion, ChatChunk),
-    "/v1/responses": (ResponsesRequest, Response, ResponseEvent),
-    "/v1/embeddings": (EmbeddingRequest, EmbeddingsReply, None),
+    **{path: (e.body, e.reply, e.chunk) for path, e in ENDPOINTS.items()},
     "/tokenize": (TokenizeRequest, dict[str, Any], None),
     "/detokenize": (DetokenizeRequest, dict[str, Any], None),
     "/abort": (AbortRequest, dict[str, Any], None),
 }
-"""Paths -> body, reply, and the first kind of event of a streamed reply."""
+"""Paths -> types of the body, of the reply, and of a chunk of a streamed reply."""
 
 GETS = ("/v1/models", "/health", "/live", "/version", "/load", "/server_info", "/metrics")
 
 
 @functools.cache
 def describe() -> dict[str, Any]:
-    """The description, as OpenAPI 3.1 has it."""
+    """Returns the description in the form of OpenAPI 3.1."""
     types = [ErrorBody, *(kind for post in POSTS.values() for kind in post if kind is not None)]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
@@ -75,7 +63,7 @@ def _content(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 async def openapi(request: Request) -> JSONResponse:
-    """The description, with the path under which a proxy shows the server."""
+    """Replies with the description, and with the path under which a proxy shows the server."""
     root_path = request.app.state.settings.root_path
     return JSONResponse({**describe(), "servers": [{"url": root_path or "/"}]})
 

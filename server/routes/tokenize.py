@@ -19,19 +19,19 @@ async def tokenize(request: Request) -> Response:
     """The token ids of a text or of a chat."""
     text_engine: TextEngine = request.app.state.server.serving()
     body = await read_json(request, TokenizeRequest)
-    text_engine.check_model(body.model)
+    text_engine.model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
     if body.prompt is not None:
         text, adds_special = body.prompt, body.add_special_tokens is not False
     else:
-        text = await render_prompt(text_engine, body, tools=body.tools or ())
+        text = await render_prompt(text_engine.model, body, tools=body.tools or ())
         adds_special = bool(body.add_special_tokens)
-    tokenizer = text_engine.tokenizer
+    tokenizer = text_engine.model.tokenizer
 
     def work() -> bytes:
         ids = tokenizer.encode(text, add_special_tokens=adds_special)
-        reply = {"count": len(ids), "max_model_len": text_engine.max_model_len, "tokens": ids}
+        reply = {"count": len(ids), "max_model_len": text_engine.model.max_model_len, "tokens": ids}
         with_texts = bool(body.return_token_strs)
         reply["token_strs"] = [tokenizer.token_text(i) for i in ids] if with_texts else None
         return msgspec.json.encode(reply)
@@ -43,11 +43,11 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     text_engine: TextEngine = request.app.state.server.serving()
     body = await read_json(request, DetokenizeRequest)
-    text_engine.check_model(body.model)
-    check_ids(body.tokens, text_engine.tokenizer.vocab_size, param="tokens")
+    text_engine.model.check_name(body.model)
+    check_ids(body.tokens, text_engine.model.tokenizer.vocab_size, param="tokens")
 
     def work() -> bytes:
-        text = text_engine.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        text = text_engine.model.tokenizer.decode(body.tokens, skip_special_tokens=False)
         return msgspec.json.encode({"prompt": text})
 
     return Response(await asyncio.to_thread(work), media_type="application/json")

@@ -51,7 +51,7 @@ class Server(ApiClient):
         super().__init__(thread.url)
         self.thread = thread
         self.text_engine = thread.text_engine
-        self.tokenizer = thread.text_engine.tokenizer
+        self.tokenizer = thread.text_engine.model.tokenizer
 
     def is_idle(self) -> bool:
         """Whether no request is on board."""

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from jaxserve.config import ModelConfig
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.served_model import ModelFiles
 from jaxserve.testing.api_client import CHAT, COMPLETIONS
 from jaxserve.testing.tiny import write_checkpoint
 from server.app import ROUTES
@@ -219,11 +219,11 @@ socket.socket.connect = socket.socket.connect_ex = refuse
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.served_model import ModelFiles
 
 for model, _, tokenizer in (arg.partition(",") for arg in sys.argv[1:]):
     try:
-        served = ServedModel.open(ModelConfig(model=model, tokenizer=tokenizer or None))
+        served = ModelFiles.open(ModelConfig(model=model, tokenizer=tokenizer or None))
         shapes = [tensor.shape for _, tensor in open_checkpoint(model).tensors()]
         print("OPENED", served.name, served.tokenizer.vocab_size, len(shapes))
     except CheckpointError as error:
@@ -259,8 +259,8 @@ def test_js_192_nothing_is_asked_of_the_hub_without_a_network(rand, tmp_path) ->
         timeout=60,
     )
     *opened, missing, incomplete = result.stdout.splitlines()
-    own = ServedModel.open(ModelConfig(model=str(rand))).tokenizer.vocab_size
-    smaller = ServedModel.open(ModelConfig(model=str(other))).tokenizer.vocab_size
+    own = ModelFiles.open(ModelConfig(model=str(rand))).tokenizer.vocab_size
+    smaller = ModelFiles.open(ModelConfig(model=str(other))).tokenizer.vocab_size
     assert smaller < own
     num_tensors = 2 * 9 + 3
     assert opened == [
@@ -286,9 +286,9 @@ def test_js_193_ways_to_write_a_path(rand, tmp_path, monkeypatch) -> None:
         *((form, "my ckpt.v1") for form in ("~/my ckpt.v1", "~/my ckpt.v1/", "org/../my ckpt.v1")),
         *((form, "name") for form in ("org/name", "./org/name/", f"{tmp_path}/org/name")),
     ):
-        assert ServedModel.open(ModelConfig(model=model)).name == name, model
+        assert ModelFiles.open(ModelConfig(model=model)).name == name, model
     monkeypatch.chdir(rand)
-    assert ServedModel.open(ModelConfig(model=".")).name == rand.name
+    assert ModelFiles.open(ModelConfig(model=".")).name == rand.name
 
 
 def test_js_193_a_path_is_served_under_its_last_part(serve, rand, tmp_path, monkeypatch) -> None:

@@ -18,16 +18,15 @@ from jaxserve.device import Device
 from jaxserve.engine.factory import build
 from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
 from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.served_model import ModelFiles
 from jaxserve.models.spec import ModelSpec
-from jaxserve.runner.device import current_device
 from jaxserve.testing.one_step import logits_of
 from jaxserve.testing.reference import Reference
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
+from jaxserve.testing.tolerance import assert_close, of_model
 
 ABSENT = object()
 TEXT = np.random.default_rng(14).integers(0, 512, 64).tolist()
-TOLERANCE = 1e-4
 CPU = Device("cpu", "a CPU", 8 * GIB, has_native_bf16=False)
 NEW_CPU = Device("cpu", "a newer CPU", 8 * GIB, has_native_bf16=True)
 GPU = Device("gpu", "a GPU", 80 * GIB, has_native_bf16=True)
@@ -44,12 +43,14 @@ def write(folder: Path, tensors=None, *, num_shards=1, weights="float32", **chan
 
 
 def assert_equal(folder: Path, reference: Reference) -> None:
-    np.testing.assert_allclose(logits_of(folder, TEXT), reference.logits(TEXT), atol=TOLERANCE)
+    assert_close(logits_of(folder, TEXT), reference.logits(TEXT), num_tokens=len(TEXT))
 
 
 def assert_different(one: Reference, other: Reference) -> None:
     """That a test can tell two meanings of a config apart."""
-    assert np.abs(one.logits(TEXT) - other.logits(TEXT)).max() > 100 * TOLERANCE
+    logits = one.logits(TEXT)
+    tolerance = of_model(tiny_config(), len(TEXT), scale=np.abs(logits).max())
+    assert np.abs(logits - other.logits(TEXT)).max() > 100 * tolerance
 
 
 def frequencies(theta: float = 10000.0, head_dim: int = 16) -> np.ndarray:
@@ -65,7 +66,7 @@ def one_line(caught: pytest.ExceptionInfo[Exception]) -> str:
 def start(folder: Path) -> subprocess.CompletedProcess[str]:
     """Tries to serve a checkpoint."""
     argv = [sys.executable, "-m", "server", str(folder), "--port", "0", "--no-warmup"]
-    argv += ["--compilation-cache-dir", "", "--num-blocks", "9"]
+    argv += ["--compilation-cache-dir", "", "--num-blocks", "9", "--dtype", "float32"]
     return subprocess.run(argv, capture_output=True, text=True, timeout=100)
 
 
@@ -357,7 +358,7 @@ def test_js_226_oddities(tmp_path: Path, sizes: dict, changes: dict, eps: float)
     tensors = random_tensors(tiny_config(**sizes))
     folder = write(tmp_path / "x", tensors, **changes)
     assert_equal(folder, Reference(tensors, eps=eps))
-    assert ServedModel.open(ModelConfig(model=str(folder))).name == "x"
+    assert ModelFiles.open(ModelConfig(model=str(folder))).name == "x"
 
 
 @pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
@@ -426,17 +427,18 @@ def test_js_227_weights_are_widened_exactly(tmp_path: Path, weights: str, key) -
     stored = {name: tensor.astype(weights) for name, tensor in tensors.items()}
     wanted = Reference(stored).logits(TEXT)
     assert np.isfinite(wanted).all()
-    np.testing.assert_allclose(logits_of(folder, TEXT), wanted, atol=TOLERANCE)
+    assert_close(logits_of(folder, TEXT), wanted, num_tokens=len(TEXT))
 
 
+@pytest.mark.parametrize("auto", ["float32", "bfloat16"])
 @pytest.mark.parametrize("asked", ["auto", "float32", "float16"])
-def test_js_227_the_dtype_is_said_at_the_start(rand, asked) -> None:
+def test_js_227_the_dtype_is_said_at_the_start(rand, asked, auto, auto_chooses) -> None:
+    auto_chooses(auto)
     config = EngineConfig(
         ModelConfig(model=str(rand), dtype=asked),
         CacheConfig(num_blocks=9),
         compile=CompileConfig(warmup=False, compilation_cache_dir=""),
     )
-    auto = "bfloat16" if current_device().has_native_bf16 else "float32"
     built = build(config, 0, lambda progress: None)
     said = {what: (value, why) for what, value, why in built.ready.decisions}
     assert said["dtype"][0] == (auto if asked == "auto" else asked)
@@ -445,4 +447,5 @@ def test_js_227_the_dtype_is_said_at_the_start(rand, asked) -> None:
 
 def test_js_227_float16_when_asked_for(rand) -> None:
     wanted = Reference(dict(open_checkpoint(str(rand)).tensors())).logits(TEXT)
-    np.testing.assert_allclose(logits_of(rand, TEXT, dtype="float16"), wanted, atol=0.1)
+    logits = logits_of(rand, TEXT, dtype="float16")
+    assert_close(logits, wanted, num_tokens=len(TEXT), dtype="float16")

@@ -29,8 +29,7 @@ NONE = frozenset()
 
 
 @pytest.fixture
-def tensors() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng()
+def tensors(rng: np.random.Generator) -> dict[str, np.ndarray]:
     shapes = {"embed": (5, 3)}
     for layer in range(NUM_LAYERS):
         shapes |= {f"layers.{layer}.q.weight": (4, 3), f"layers.{layer}.k.weight": (2, 3)}

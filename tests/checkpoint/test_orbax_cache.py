@@ -23,10 +23,9 @@ FORMS = {"dtype": "float32", "loop": "scan"}
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path):
+def checkpoint(tmp_path: Path, rng: np.random.Generator):
     write_checkpoint(tmp_path / "tiny")
-    seed = int(np.random.SeedSequence().entropy) % 2**32
-    print(f"seed {seed}")
+    seed = int(rng.integers(2**32))
     write_weights(tmp_path / "tiny", random_tensors(tiny_config(), seed=seed))
     return open_checkpoint(str(tmp_path / "tiny"))
 

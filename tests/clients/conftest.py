@@ -38,7 +38,7 @@ class Server:
     def last_prompt(self) -> str:
         """The text that the engine was given last."""
         prompt = self.text_engine.engine.submitted[-1].prompt_token_ids
-        return self.text_engine.tokenizer.decode(prompt)
+        return self.text_engine.model.tokenizer.decode(prompt)
 
 
 @pytest.fixture

@@ -20,7 +20,9 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(checkpoint):
     settings = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    argv = flags(model=checkpoint, num_blocks=65, warmup=False, **settings)
+    argv = flags(
+        model=checkpoint, num_blocks=65, warmup=False, compilation_cache_dir="", **settings
+    )
     server = ServerThread(*argv)
     yield server
     server.close()

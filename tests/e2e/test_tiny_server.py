@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.testing.reference import Reference
+from jaxserve.testing.tolerance import assert_close
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +78,10 @@ def test_vectors_are_those_of_the_reference(server, tiny_model) -> None:
             client.embeddings.create(model="tiny", input=prompts[1], dimensions=width - 1)
     for i, states in enumerate(hidden):
         expected = states[-1] / np.linalg.norm(states[-1])
-        np.testing.assert_allclose(last.data[i].embedding, expected, atol=1e-4)
-        np.testing.assert_allclose(mean.data[i].embedding, states.mean(0), atol=1e-3)
-    np.testing.assert_allclose(again.data[0].embedding, last.data[1].embedding, atol=1e-5)
+        count = len(states)
+        assert_close(last.data[i].embedding, expected, num_tokens=count)
+        assert_close(mean.data[i].embedding, states.mean(0), num_tokens=2 * count)  # and their mean
+    assert_close(again.data[0].embedding, last.data[1].embedding, num_tokens=len(hidden[1]))
     assert last.usage.prompt_tokens == last.usage.total_tokens == 110
 
 

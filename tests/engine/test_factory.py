@@ -44,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     folder = tmp_path_factory.mktemp("models")
     write_checkpoint(folder / "tiny")
     return EngineConfig(
-        model=ModelConfig(model=str(folder / "tiny"), max_model_len=64),
+        model=ModelConfig(model=str(folder / "tiny"), max_model_len=64, dtype="float32"),
         cache=CacheConfig(num_blocks=33, block_size=4),
         scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16),
         compile=CompileConfig(compilation_cache_dir=str(folder / "compiled")),
@@ -147,6 +147,18 @@ def test_kept_weights_are_those_that_were_converted(config, tmp_path):
         tokens.append(generate(built, PROMPTS))
     assert sources == ["converted", "restored"]
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_dtype_is_chosen_from_what_the_cpu_has(config, auto_chooses, dtype):
+    auto_chooses(dtype)
+    model = dataclasses.replace(config.model, dtype="auto")
+    cold = CompileConfig(warmup=False, compilation_cache_dir="")
+    built = build(dataclasses.replace(config, model=model, compile=cold), 0, lambda _: None)
+    said = {what: (value, why) for what, value, why in built.ready.decisions}
+    instructions = {"float32": "no bfloat16", "bfloat16": "bfloat16"}[dtype]
+    assert said["dtype"] == (dtype, f"this CPU has {instructions} instructions")
+    assert [len(tokens) for tokens in generate(built, PROMPTS)] == [8, 8, 8]
 
 
 def test_impossible_settings_are_refused(config):

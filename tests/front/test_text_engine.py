@@ -15,6 +15,7 @@ from jaxserve.errors import (
 )
 from jaxserve.front.generation_defaults import GenerationDefaults
 from jaxserve.front.outputs import Delta
+from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_engine import READY
@@ -23,20 +24,24 @@ from jaxserve.testing.scripted_text_engine import scripted_text_engine
 GREEDY = SamplingParams(temperature=0)
 
 
+def ask(prompts, params: SamplingParams, **options) -> GenerateRequest:
+    return GenerateRequest(prompts=prompts, params=params, **options)
+
+
 async def collect(deltas) -> list[Delta]:
     async with aclosing(deltas):
         return [delta async for delta in deltas]
 
 
 async def answer(text_engine: TextEngine, params: SamplingParams = GREEDY, prompt=(1, 2, 3)):
-    deltas = await collect(text_engine.generate(list(prompt), params))
+    deltas = await collect(text_engine.generate(ask([list(prompt)], params)))
     assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
     return "".join(d.text for d in deltas), deltas[-1]
 
 
 async def test_an_answer_ends_with_the_end_token_which_counts_but_does_not_show() -> None:
     text_engine = scripted_text_engine("hello world")
-    deltas = await collect(text_engine.generate([1, 2], GREEDY))
+    deltas = await collect(text_engine.generate(ask([[1, 2]], GREEDY)))
     assert "".join(d.text for d in deltas) == "hello world"
     assert deltas[-1].finish_reason == "stop"
     assert deltas[-1].stop_reason is None
@@ -86,10 +91,13 @@ async def test_length_and_stop_on_the_last_token_is_stop() -> None:
 
 async def test_characters_of_several_tokens_stay_whole_and_tokens_are_all_counted() -> None:
     text_engine = scripted_text_engine("é🔥 ok")
-    deltas = await collect(text_engine.generate([1], GREEDY))
+    deltas = await collect(text_engine.generate(ask([[1]], GREEDY)))
     assert "".join(d.text for d in deltas) == "é🔥 ok"
     assert all("\ufffd" not in d.text for d in deltas)
-    assert sum(len(d.token_ids) for d in deltas) == len(text_engine.tokenizer.encode("é🔥 ok")) + 1
+    assert (
+        sum(len(d.token_ids) for d in deltas)
+        == len(text_engine.model.tokenizer.encode("é🔥 ok")) + 1
+    )
 
 
 async def test_further_end_tokens_of_the_model_end_an_answer_unless_ignored() -> None:
@@ -110,7 +118,7 @@ async def test_n_answers_come_interleaved_and_keep_their_index_and_seed(tokens_p
     texts = ["hello", "world in the", "é"]
     text_engine = scripted_text_engine(*texts, tokens_per_output=tokens_per_output)
     params = SamplingParams(n=3, seed=2**63 - 2)
-    deltas = await collect(text_engine.generate([1], params))
+    deltas = await collect(text_engine.generate(ask([[1]], params)))
     for index, text in enumerate(texts):
         own = [d for d in deltas if d.index == index]
         assert "".join(d.text for d in own) == text
@@ -123,7 +131,7 @@ async def test_n_answers_come_interleaved_and_keep_their_index_and_seed(tokens_p
 
 async def test_a_batch_counts_prompts_first_then_samples() -> None:
     text_engine = scripted_text_engine("he", "ll", "lo", "or")
-    deltas = await collect(text_engine.generate_batch([[1], [2]], SamplingParams(n=2)))
+    deltas = await collect(text_engine.generate(ask([[1], [2]], SamplingParams(n=2))))
     texts = ["".join(d.text for d in deltas if d.index == i) for i in range(4)]
     assert texts == ["he", "ll", "lo", "or"]
     assert [s.prompt_token_ids for s in text_engine.engine.submitted] == [[1], [1], [2], [2]]
@@ -132,7 +140,7 @@ async def test_a_batch_counts_prompts_first_then_samples() -> None:
 async def test_unseeded_requests_get_different_seeds() -> None:
     text_engine = scripted_text_engine("he")
     for _ in range(3):
-        await collect(text_engine.generate([1], SamplingParams()))
+        await collect(text_engine.generate(ask([[1]], SamplingParams())))
     assert len({s.params.seed for s in text_engine.engine.submitted}) == 3
 
 
@@ -140,7 +148,7 @@ async def test_unseeded_requests_get_different_seeds() -> None:
 async def test_closing_the_stream_aborts_every_answer_at_once(n) -> None:
     text_engine = scripted_text_engine("hello world")
     params = SamplingParams(n=n, ignore_eos=True, max_tokens=200)
-    deltas = text_engine.generate([1], params)
+    deltas = text_engine.generate(ask([[1]], params))
     await anext(deltas)
     assert text_engine.num_in_flight == n
     await deltas.aclose()
@@ -153,7 +161,7 @@ async def test_a_cancelled_reader_aborts_too() -> None:
     text_engine = scripted_text_engine("hello world")
     text_engine.engine.stall_after = 1
     params = SamplingParams(n=2, max_tokens=100)
-    reader = asyncio.create_task(collect(text_engine.generate([1], params)))
+    reader = asyncio.create_task(collect(text_engine.generate(ask([[1]], params))))
     while len(text_engine.engine.submitted) < 2:
         await asyncio.sleep(0)
     reader.cancel()
@@ -166,7 +174,7 @@ async def test_a_cancelled_reader_aborts_too() -> None:
 async def test_an_engine_that_dies_breaks_the_stream_and_later_ones_are_unharmed(n) -> None:
     text_engine = scripted_text_engine("hello world")
     text_engine.engine.fail_after = 1
-    deltas = text_engine.generate([1], SamplingParams(n=n))
+    deltas = text_engine.generate(ask([[1]], SamplingParams(n=n)))
     with pytest.raises(EngineDeadError):
         await collect(deltas)
     assert text_engine.num_in_flight == 0
@@ -194,7 +202,7 @@ async def test_what_cannot_be_served_is_refused_before_it_reaches_the_engine(
 ) -> None:
     text_engine = scripted_text_engine("hello")
     with pytest.raises(error) as caught:
-        text_engine.generate_batch([[5], prompt], SamplingParams(**params))
+        text_engine.generate(ask([[5], prompt], SamplingParams(**params)))
     assert caught.value.param == param
     assert words in str(caught.value)
     assert text_engine.engine.submitted == []
@@ -205,7 +213,7 @@ async def test_what_cannot_be_served_is_refused_before_it_reaches_the_engine(
 async def test_a_priority_that_no_message_can_carry_is_refused(priority) -> None:
     text_engine = scripted_text_engine("hello")
     with pytest.raises(InvalidRequestError, match="priority must be between") as caught:
-        text_engine.generate_batch([[5]], SamplingParams(), priority=priority)
+        text_engine.generate(ask([[5]], SamplingParams(), priority=priority))
     assert caught.value.param == "priority"
 
 
@@ -213,31 +221,31 @@ async def test_the_context_is_filled_to_the_last_token() -> None:
     text_engine = scripted_text_engine("hello")
     for prompt_len in (255, 250):
         params = SamplingParams(temperature=0, ignore_eos=True)
-        deltas = await collect(text_engine.generate([1] * prompt_len, params))
+        deltas = await collect(text_engine.generate(ask([[1] * prompt_len], params)))
         assert sum(len(d.token_ids) for d in deltas) == 256 - prompt_len
         assert deltas[-1].finish_reason == "length"
     asked = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6)
-    await collect(text_engine.generate([1] * 250, asked))
+    await collect(text_engine.generate(ask([[1] * 250], asked)))
 
 
 async def test_a_pool_smaller_than_the_context_is_the_limit() -> None:
     ready = msgspec.structs.replace(READY, num_blocks=3)
     text_engine = scripted_text_engine("hello", ready=ready)
     with pytest.raises(ContextLengthError, match="32 tokens"):
-        text_engine.generate([1] * 40, GREEDY)
+        text_engine.generate(ask([[1] * 40], GREEDY))
 
 
 async def test_the_default_length_is_cut_to_what_fits() -> None:
     text_engine = scripted_text_engine("hello", defaults=GenerationDefaults(max_tokens=20))
     for prompt_len, expected in ((10, 20), (250, 6)):
-        await collect(text_engine.generate([1] * prompt_len, GREEDY))
+        await collect(text_engine.generate(ask([[1] * prompt_len], GREEDY)))
         assert text_engine.engine.submitted[-1].params.max_tokens == expected
 
 
 async def test_texts_that_can_never_fit_are_refused_without_being_encoded(monkeypatch) -> None:
     text_engine = scripted_text_engine("hello")
     await text_engine.encode("hello " * 100)
-    monkeypatch.setattr(text_engine.tokenizer, "encode", None)
+    monkeypatch.setattr(text_engine.model.tokenizer, "encode", None)
     with pytest.raises(ContextLengthError, match="maximum context length is 256") as caught:
         await text_engine.encode("x" * 10_000, param="messages")
     assert caught.value.param == "messages"
@@ -245,17 +253,17 @@ async def test_texts_that_can_never_fit_are_refused_without_being_encoded(monkey
 
 async def test_more_answers_than_the_limit_are_turned_away_until_there_is_room() -> None:
     text_engine = scripted_text_engine("hello world", max_in_flight=3)
-    first = text_engine.generate([1], SamplingParams(n=2))
+    first = text_engine.generate(ask([[1]], SamplingParams(n=2)))
     with pytest.raises(QueueFullError):  # accepted counts, begun or not
-        text_engine.generate([1], SamplingParams(n=2))
+        text_engine.generate(ask([[1]], SamplingParams(n=2)))
     await anext(first)
     with pytest.raises(QueueFullError):
-        text_engine.generate([1], SamplingParams(n=2))
-    await collect(text_engine.generate([1], GREEDY))
+        text_engine.generate(ask([[1]], SamplingParams(n=2)))
+    await collect(text_engine.generate(ask([[1]], GREEDY)))
     await first.aclose()
-    await collect(text_engine.generate([1], SamplingParams(n=3)))
+    await collect(text_engine.generate(ask([[1]], SamplingParams(n=3))))
     with pytest.raises(InvalidRequestError, match="at most 3"):
-        text_engine.generate([1], SamplingParams(n=4))
+        text_engine.generate(ask([[1]], SamplingParams(n=4)))
 
 
 async def test_sampling_is_put_in_order_for_the_engine() -> None:
@@ -266,25 +274,25 @@ async def test_sampling_is_put_in_order_for_the_engine() -> None:
         (SamplingParams(temperature=0.7, top_k=9, min_p=0.2), (0.7, 1.0, 9, 0.2)),
     ]
     for params, expected in cases:
-        await collect(text_engine.generate([1], params))
+        await collect(text_engine.generate(ask([[1]], params)))
         sent = text_engine.engine.submitted[-1].params
         assert (sent.temperature, sent.top_p, sent.top_k, sent.min_p) == expected
 
 
 async def test_model_names() -> None:
-    text_engine = scripted_text_engine("he", model_names=("a", "b"))
+    text_engine = scripted_text_engine("he", names=("a", "b"))
     for name in ("a", "b", None, ""):
-        text_engine.check_model(name)
+        text_engine.model.check_name(name)
     for name in ("c", "A", " a"):
         with pytest.raises(UnknownModelError, match="does not exist"):
-            text_engine.check_model(name)
+            text_engine.model.check_name(name)
 
 
 async def test_requests_are_counted_with_their_tokens_and_reasons() -> None:
     text_engine = scripted_text_engine("hello world", tokens_per_output=2)
     for _ in range(4):
-        await collect(text_engine.generate([1] * 20, GREEDY))
-    await collect(text_engine.generate([1] * 20, SamplingParams(n=2, max_tokens=2)))
+        await collect(text_engine.generate(ask([[1] * 20], GREEDY)))
+    await collect(text_engine.generate(ask([[1] * 20], SamplingParams(n=2, max_tokens=2))))
     metrics = text_engine.metrics
     assert metrics.finished == {"stop": 4, "length": 2}
     assert metrics.prompt_tokens == 6 * 20

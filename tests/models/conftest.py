@@ -21,13 +21,6 @@ from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 BLOCK_SIZE = 16
 
 
-@pytest.fixture
-def rng() -> np.random.Generator:
-    seed = np.random.SeedSequence().entropy
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
-
-
 @dataclass
 class InMemory:
     """A checkpoint of the given tensors."""

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 
 from jaxserve.models.registry import MODELS
+from jaxserve.testing import tolerance
 from jaxserve.testing.tiny import random_tensors
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "tiny_logits.npz")
 CONFIGS = json.loads(str(GOLDEN["configs"]))
 PROMPT = GOLDEN["prompt"].tolist()
-TOLERANCE = 2e-4
-
-
 UNROLLED = ("llama", "mistral", "qwen2-windows", "qwen3")
 LOOPED = tuple(name for name in CONFIGS if name != "qwen2-windows")
 CASES = [*((name, "scan") for name in LOOPED), *((name, "unroll") for name in UNROLLED)]
+
+
+def assert_close(logits: np.ndarray, name: str, at: int | slice = slice(None)) -> None:
+    """Compares with float32 logits of `transformers`, all or those at a position."""
+    tolerance.assert_close(logits, GOLDEN[name][at], num_tokens=len(PROMPT), config=CONFIGS[name])
 
 
 def test_every_architecture_is_covered():
@@ -36,9 +39,8 @@ def test_logits_equal_those_of_transformers(name, loop, paged_model, in_memory, 
     whole, first = model.step([PROMPT, PROMPT[: cut[0]]], num_tokens=80)
     _, second = model.step([[], PROMPT[cut[0] : cut[1]]], num_tokens=80)
     _, third = model.step([[], PROMPT[cut[1] :]], num_tokens=80)
-    np.testing.assert_allclose(whole, GOLDEN[name], atol=TOLERANCE)
-    pieces = np.concatenate((first, second, third))
-    np.testing.assert_allclose(pieces, GOLDEN[name], atol=TOLERANCE)
+    assert_close(whole, name)
+    assert_close(np.concatenate((first, second, third)), name)
 
 
 @pytest.mark.parametrize("name", ["llama-dynamic", "mistral"])
@@ -51,5 +53,5 @@ def test_logits_of_decode_steps(name, paged_model, in_memory, rng):
     model.step([PROMPT[:start], PROMPT[: start + 3]], num_tokens=64)
     for at in range(start, 37):
         a, b = model.step([PROMPT[at : at + 1], PROMPT[at + 3 : at + 4]], decode_only=True)
-        np.testing.assert_allclose(a[0], GOLDEN[name][at], atol=TOLERANCE)
-        np.testing.assert_allclose(b[0], GOLDEN[name][at + 3], atol=TOLERANCE)
+        assert_close(a[0], name, at)
+        assert_close(b[0], name, at + 3)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import EngineDeadError
+from jaxserve.front.requests import GenerateRequest
+from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.offline.batch_file import ResultFile
 from jaxserve.offline.batch_run import run_batch
@@ -20,7 +22,8 @@ COMPLETIONS = "/v1/completions"
 def make_text_engine(says: str = "hello world") -> tuple[TextEngine, ScriptedEngine]:
     tokens = [*TOKENIZER.encode(says), TOKENIZER.eos_token_id]
     engine = ScriptedEngine(lambda submit: tokens)
-    return TextEngine(engine, TOKENIZER, model_names=["tiny"]), engine
+    model = ServedModel.create(engine.ready, TOKENIZER, names=["tiny"])
+    return TextEngine(engine, model), engine
 
 
 class Batch:
@@ -132,14 +135,14 @@ async def test_bad_lines_become_errors_and_the_run_goes_on(batch: Batch) -> None
 
 async def test_an_unexpected_error_costs_one_request(batch: Batch, monkeypatch, caplog) -> None:
     text_engine, _ = make_text_engine()
-    generate = text_engine.generate_batch
+    generate = text_engine.generate
 
-    def fails(prompts: list[list[int]], *args, **options):
-        if prompts == [[1, 2, 3]]:
+    def fails(request: GenerateRequest):
+        if request.prompts == [[1, 2, 3]]:
             raise RuntimeError("secret")
-        return generate(prompts, *args, **options)
+        return generate(request)
 
-    monkeypatch.setattr(text_engine, "generate_batch", fails)
+    monkeypatch.setattr(text_engine, "generate", fails)
     batch.write(completion("a", prompt=[1, 2, 3]), completion("b"))
     await batch.run(text_engine)
     results = batch.results()

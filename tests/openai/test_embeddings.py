@@ -54,7 +54,7 @@ async def test_a_reply(text_engine) -> None:
 
 async def test_every_form_of_input(text_engine) -> None:
     texts = ["hello", "hello world"]
-    ids = [text_engine.tokenizer.encode(text) for text in texts]
+    ids = [text_engine.model.tokenizer.encode(text) for text in texts]
     expected = [unit(embedding_of(prompt, "last")) for prompt in ids]
     for given in (texts, ids):
         reply = await embed(text_engine, given)
@@ -104,7 +104,7 @@ async def test_fields_about_the_prompt(text_engine) -> None:
     cut, fitting, plain = text_engine.engine.submitted
     assert (cut.prompt_token_ids, cut.priority, cut.cache_salt) == (IDS[1:], 3, "mine")
     assert fitting.prompt_token_ids == list(range(290))[-LONGEST:]
-    expected = text_engine.tokenizer.encode("hello", add_special_tokens=False)
+    expected = text_engine.model.tokenizer.encode("hello", add_special_tokens=False)
     assert plain.prompt_token_ids == expected
 
 

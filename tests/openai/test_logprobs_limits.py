@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai import chat, completions, responses
 from jaxserve.openai.decoding import decode
@@ -73,7 +74,7 @@ async def test_responses_name_their_own_field() -> None:
 async def test_programs_that_bring_their_own_parameters_have_the_same_limit() -> None:
     server = text_engine(3)
     with pytest.raises(InvalidRequestError, match="--max-logprobs"):
-        server.generate([1, 2], SamplingParams(logprobs=4))
+        server.generate(GenerateRequest(prompts=[[1, 2]], params=SamplingParams(logprobs=4)))
 
 
 async def test_minus_one_is_the_whole_vocabulary() -> None:

@@ -78,7 +78,7 @@ async def test_a_prompt_can_be_scored_without_an_answer(prompt, n, logprobs) -> 
     texts = prompt if isinstance(prompt[0], str) and isinstance(prompt, list) else [prompt]
     for choice in reply["choices"]:
         given = texts[choice["index"] // n]
-        text = given if isinstance(given, str) else text_engine.tokenizer.decode(given)
+        text = given if isinstance(given, str) else text_engine.model.tokenizer.decode(given)
         assert choice["text"] == text
         assert choice["finish_reason"] == "length"
         if logprobs is not None:
@@ -100,8 +100,8 @@ async def test_offsets_are_places_in_the_text() -> None:
 
 async def test_a_token_before_the_text_takes_no_place_in_it() -> None:
     text_engine = scripted_text_engine("he")
-    bos = text_engine.tokenizer.bos_token_id
-    text_engine.tokenizer._prefix = (bos,)
+    bos = text_engine.model.tokenizer.bos_token_id
+    text_engine.model.tokenizer._prefix = (bos,)
     body = {"echo": True, "logprobs": 0, "max_tokens": 1}
     (choice,) = (await complete(text_engine, body))["choices"]
     assert choice["text"] == "hellohe"
@@ -135,11 +135,14 @@ async def test_prompt_logprobs(k) -> None:
 
 async def test_token_ids_are_returned_if_asked_for() -> None:
     text_engine = scripted_text_engine("hello é")
-    answer = [*text_engine.tokenizer.encode("hello é"), text_engine.tokenizer.eos_token_id]
+    answer = [
+        *text_engine.model.tokenizer.encode("hello é"),
+        text_engine.model.tokenizer.eos_token_id,
+    ]
     reply = await complete(text_engine, {"return_token_ids": True, "n": 2})
     for choice in reply["choices"]:
         assert choice["token_ids"] == answer
-        assert choice["prompt_token_ids"] == text_engine.tokenizer.encode("hello")
+        assert choice["prompt_token_ids"] == text_engine.model.tokenizer.encode("hello")
     body = {"messages": MESSAGES, "return_token_ids": True}
     request = decode(json.dumps(body).encode(), ChatRequest)
     reply = to_json(await chat.complete(await chat.prepare(text_engine, request)))
@@ -186,7 +189,7 @@ async def test_bad_words_are_tokens_with_and_without_a_space() -> None:
     text_engine = scripted_text_engine("hello")
     await complete(text_engine, {"bad_words": ["world", "he"], "allowed_token_ids": [5, 6]})
     params = text_engine.engine.submitted[-1].params
-    encode = text_engine.tokenizer.encode
+    encode = text_engine.model.tokenizer.encode
     expected = ("world", " world", "he", " he")
     assert params.bad_words_token_ids == tuple(tuple(encode(word)) for word in expected)
     assert params.allowed_token_ids == (5, 6)

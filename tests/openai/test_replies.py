@@ -117,7 +117,7 @@ async def test_chunks_have_these_bytes() -> None:
     got = [msgspec.json.encode(chunk).decode() async for chunk in completions.stream(job)]
     head = (
         f'{{"id":"cmpl-abc","object":"text_completion","created":{job.created},"model":"tiny",'
-        f'"system_fingerprint":"{text_engine.fingerprint}","choices":['
+        f'"system_fingerprint":"{text_engine.model.fingerprint}","choices":['
     )
     tail = '"logprobs":null,"finish_reason":null,"stop_reason":null}]}'
     end = '"logprobs":null,"finish_reason":"stop","stop_reason":null}]}'
@@ -143,7 +143,7 @@ async def test_chat_chunks_have_these_bytes() -> None:
     got = [msgspec.json.encode(chunk).decode() async for chunk in chat.stream(job)]
     head = (
         f'{{"id":"chatcmpl-abc","object":"chat.completion.chunk","created":{job.created},'
-        f'"model":"tiny","system_fingerprint":"{text_engine.fingerprint}","choices":[{{"index":0,'
+        f'"model":"tiny","system_fingerprint":"{text_engine.model.fingerprint}","choices":[{{"index":0,'
     )
     tail = '"logprobs":null,"finish_reason":null,"stop_reason":null}]}'
     end = '"logprobs":null,"finish_reason":"stop","stop_reason":null}]}'
@@ -221,7 +221,7 @@ async def test_running_usage_counts_tokens(run) -> None:
     assert (
         counts[-1]
         == counts[-2]
-        == len(scripted_text_engine("").tokenizer.encode("hello 🔥 world")) + 1
+        == len(scripted_text_engine("").model.tokenizer.encode("hello 🔥 world")) + 1
     )
     if run is ask_stream:
         assert counts[0] == 0
@@ -320,7 +320,7 @@ async def test_special_tokens_show_only_if_asked_and_added_ones_always() -> None
     text_engine = scripted_text_engine([97, 268, 270, 98])
     hidden = (await complete(text_engine, {"stop_token_ids": [98]}))["choices"][0]["text"]
     shown = await complete(text_engine, {"skip_special_tokens": False, "stop_token_ids": [98]})
-    text = text_engine.tokenizer.decode([97, 268, 270], skip_special_tokens=False)
+    text = text_engine.model.tokenizer.decode([97, 268, 270], skip_special_tokens=False)
     assert shown["choices"][0]["text"] == text
     assert hidden == text.replace("<|im_start|>", "")
 
@@ -336,8 +336,8 @@ async def test_without_text_there_are_ids_only(tokens_per_output) -> None:
             chat_template=template,
         )
         (choice,) = (await run(text_engine, plain))["choices"]
-        ids = [*text_engine.tokenizer.encode("<think>hello</think> world")]
-        assert choice["token_ids"] == [*ids, text_engine.tokenizer.eos_token_id]
+        ids = [*text_engine.model.tokenizer.encode("<think>hello</think> world")]
+        assert choice["token_ids"] == [*ids, text_engine.model.tokenizer.eos_token_id]
         assert choice["finish_reason"] == "stop"
         assert (choice.get("text") or choice.get("message", {}).get("content") or "") == ""
         pieces = choices_of(await run_stream(text_engine, plain))

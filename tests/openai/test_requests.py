@@ -1,5 +1,6 @@
 """Bodies become prompts and parameters, or one error that names the field at fault."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -395,10 +396,10 @@ async def test_defaults_of_the_model_give_way_to_the_request() -> None:
 
 async def test_prompt_forms() -> None:
     text_engine = scripted_text_engine("hello")
-    hello = text_engine.tokenizer.encode("hello")
+    hello = text_engine.model.tokenizer.encode("hello")
     cases = [
         ("hello", [hello]),
-        (["hello", "he"], [hello, text_engine.tokenizer.encode("he")]),
+        (["hello", "he"], [hello, text_engine.model.tokenizer.encode("he")]),
         ([5, 6, 7], [[5, 6, 7]]),
         ([[5, 6], [7]], [[5, 6], [7]]),
     ]
@@ -412,7 +413,7 @@ async def test_prompt_forms() -> None:
 async def rendered(text_engine: TextEngine, body: dict[str, Any]) -> str:
     await ask(text_engine, body)
     ids = text_engine.engine.submitted[-1].prompt_token_ids
-    return text_engine.tokenizer.decode(ids, skip_special_tokens=False)
+    return text_engine.model.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 async def test_messages_are_rendered_with_the_template() -> None:
@@ -495,7 +496,7 @@ async def test_a_template_that_refuses_or_is_missing() -> None:
         await ask(scripted_text_engine("hello", chat_template="{# nothing #}"), {})
     assert caught.value.param == "messages"
     text_engine = scripted_text_engine("hello")
-    text_engine.chat_template = None
+    text_engine.model = dataclasses.replace(text_engine.model, chat_template=None)
     with pytest.raises(InvalidRequestError, match="--chat-template"):
         await ask(text_engine, {})
     assert (await complete(text_engine, {})).choices[0].text == "hello"

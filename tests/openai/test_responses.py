@@ -201,7 +201,7 @@ async def test_logprobs_come_with_their_text() -> None:
 async def rendered(text_engine: TextEngine, body: dict[str, Any]) -> list[str]:
     await responses.complete(await responses.prepare(text_engine, request_of(body)))
     ids = text_engine.engine.submitted[-1].prompt_token_ids
-    return text_engine.tokenizer.decode(ids).splitlines()
+    return text_engine.model.tokenizer.decode(ids).splitlines()
 
 
 async def test_items_become_messages() -> None:

@@ -177,7 +177,7 @@ async def test_tools_are_shown_to_the_model_unless_it_may_not_call() -> None:
     for choice, shown in (("auto", True), (None, True), ("none", False)):
         await ask(text_engine, {"tool_choice": choice})
         ids = text_engine.engine.submitted[-1].prompt_token_ids
-        prompt = text_engine.tokenizer.decode(ids)
+        prompt = text_engine.model.tokenizer.decode(ids)
         assert prompt.startswith("tools:weather:time") is shown
     reply = await ask(text_engine, {"tool_choice": "none"})
     assert reply["message"]["content"] == CALL
@@ -191,7 +191,7 @@ async def test_no_tools(tools, choice) -> None:
     reply = await ask(text_engine, {"tools": tools, "tool_choice": choice})
     assert reply["message"]["content"] == CALL
     ids = text_engine.engine.submitted[-1].prompt_token_ids
-    assert text_engine.tokenizer.decode(ids).startswith("user")
+    assert text_engine.model.tokenizer.decode(ids).startswith("user")
 
 
 async def test_a_model_without_a_form_for_calls_has_no_tools() -> None:
@@ -235,10 +235,10 @@ async def test_reasoning_has_two_names_and_can_be_left_out(kwargs) -> None:
 
 async def test_tags_that_are_special_tokens_are_seen() -> None:
     text_engine = make("<think>hello</think>world")
-    think = [text_engine.tokenizer.encode(tag)[0] for tag in ("<think>", "</think>")]
-    text_engine.tokenizer.special_ids |= set(think)
-    text_engine.tokenizer._visible = Pieces(
-        text_engine.tokenizer.token_bytes, text_engine.tokenizer.special_ids
+    think = [text_engine.model.tokenizer.encode(tag)[0] for tag in ("<think>", "</think>")]
+    text_engine.model.tokenizer.special_ids |= set(think)
+    text_engine.model.tokenizer._visible = Pieces(
+        text_engine.model.tokenizer.token_bytes, text_engine.model.tokenizer.special_ids
     )
     choice = await ask(text_engine, {"tools": None})
     assert choice["message"]["reasoning"] == "hello"

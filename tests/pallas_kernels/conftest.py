@@ -1,8 +1,7 @@
-"""Fresh attention problems, see `pallas_kernels.problems`."""
+"""Random attention problems, see `pallas_kernels.problems`."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator
 
 import jax
@@ -18,14 +17,6 @@ def compile_quickly() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    """Fresh randomness; pytest shows the seed when the test fails."""
-    seed = secrets.randbits(32)
-    print(f"seed of the inputs: {seed}")
-    return np.random.default_rng(seed)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 from jaxserve.runner.kv_cache import allocate
 from jaxserve.runner.runner import ModelRunner
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing import tolerance
 
 VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 300, 2, 4, 2, 8
 WIDTH = HEADS * HEAD_DIM
@@ -25,6 +27,9 @@ SIZES = Sizes(
     max_model_len=96, block_size=4, num_blocks=257, max_num_seqs=4, max_num_batched_tokens=32
 )
 TABLE_WIDTHS = (8, 24)
+GAIN = 16.0
+"""How much a small random change of the embedding grows until the last layer, in root mean square;
+measured in float64. The weights are three times as large as would keep it as it is."""
 
 
 def write(kv: KVCache, layer: int, k: jax.Array, v: jax.Array, meta: AttentionMeta) -> KVCache:
@@ -97,6 +102,18 @@ class TinyModel:
 
     def final(self, hidden: jax.Array) -> jax.Array:
         return hidden * self.params["scale"]
+
+    def tolerance(self, num_tokens: int, *, of: Literal["final", "logits"]) -> float:
+        """Returns how far two float32 evaluations of a sequence may be apart.
+
+        The sums are those of each layer and, for pooling, a mean. Hidden states are at most 1, and
+        `final` scales them by at most 1.5. A logit is a sum over WIDTH of those times numbers of
+        standard deviation 3 / sqrt(WIDTH).
+        """
+        num_terms = LAYERS * (WIDTH + HEAD_DIM + num_tokens + WIDTH) + num_tokens
+        if of == "final":
+            return tolerance.rounding("float32", num_terms, scale=1.5 * GAIN)
+        return tolerance.rounding("float32", num_terms + WIDTH, scale=3 * 1.5 * GAIN)
 
     def whole(self, tokens: Sequence[int]) -> np.ndarray:
         """Logits f32[V] after a sequence, with no cache: the reference."""

@@ -102,7 +102,7 @@ def test_what_is_compared_is_measured_first(asked, run, check):
     assert check.with_roofs(asked) == run
 
 
-def test_a_write_to_a_padding_slot_is_noticed(check, options, monkeypatch):
+def test_a_write_to_a_padding_slot_is_noticed(check, options, monkeypatch, rng):
     numerics = importlib.import_module("gpu.numerics")
 
     def without_a_mask(k_cache, v_cache, k, v, slots, layer, *, interpret):
@@ -112,18 +112,18 @@ def test_a_write_to_a_padding_slot_is_noticed(check, options, monkeypatch):
 
     monkeypatch.setattr(numerics, "kv_write", without_a_mask)
     report = check.Report(options.folder / "lines")
-    numerics._write(report, np.random.default_rng(), "float32", True)
+    numerics._write(report, rng, "float32", True)
     assert "elements of the cache are wrong" in report.findings()[0].problem
 
 
-def test_a_wrong_kernel_is_noticed_and_nan_is_no_excuse(check, options, monkeypatch):
+def test_a_wrong_kernel_is_noticed_and_nan_is_no_excuse(check, options, monkeypatch, rng):
     numerics = importlib.import_module("gpu.numerics")
     for wrong in (1.1, np.nan):
         monkeypatch.setattr(
             numerics, "add_rms_norm", lambda x, r, w, wrong=wrong, **_: (x * wrong, x + r)
         )
         report = check.Report(options.folder / "lines")
-        numerics._norm(report, np.random.default_rng(), "float32", True)
+        numerics._norm(report, rng, "float32", True)
         assert report.findings()[-1].problem.startswith("relative error")
 
 

@@ -15,7 +15,8 @@ import pytest
 from jaxserve import sampling_params
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.config import MIB
-from jaxserve.openai import constraints, errors, params, prompts, tools
+from jaxserve.openai import errors, params, prompts, tools
+from jaxserve.openai import structured_output as constraints
 from jaxserve.structured_output import checks as grammar_checks
 from jaxserve.structured_output import compiling
 from jaxserve.structured_output import constraint as grammars
@@ -195,7 +196,7 @@ BOMBS = {
 def server(tmp_path_factory):
     folder = write_checkpoint(tmp_path_factory.mktemp("bombs") / "model", tiny_config())
     sizes = {"dtype": "float32", "num_blocks": 41, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    server = ServerThread(*flags(model=folder, **sizes, warmup=False))
+    server = ServerThread(*flags(model=folder, **sizes, warmup=False, compilation_cache_dir=""))
     yield server
     server.close()
 

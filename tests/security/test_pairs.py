@@ -118,7 +118,7 @@ def server(tmp_path_factory):
         folder, config, tokenizer=tokenizer, tokenizer_config={"chat_template": template}
     )
     sizes = {"dtype": "float32", "num_blocks": 41, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    server = ServerThread(*flags(model=folder, **sizes, warmup=False))
+    server = ServerThread(*flags(model=folder, **sizes, warmup=False, compilation_cache_dir=""))
     yield server
     server.close()
 

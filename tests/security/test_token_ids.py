@@ -34,8 +34,8 @@ def server(tmp_path_factory):
     """With more logits than tokens, as models have whose embedding is padded."""
     config = tiny_config()
     folder = write_checkpoint(tmp_path_factory.mktemp("ids") / "model", config)
-    sizes = {"dtype": "float32", "num_blocks": 33, "max_num_seqs": 2, "warmup": False}
-    server = ServerThread(*flags(model=folder, **sizes, max_num_batched_tokens=32))
+    sizes = {"dtype": "float32", "num_blocks": 33, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+    server = ServerThread(*flags(model=folder, **sizes, warmup=False, compilation_cache_dir=""))
     yield server
     server.close()
 
@@ -57,7 +57,7 @@ def with_id(value, bad):
 
 @pytest.mark.parametrize(("path", "body", "name", "value"), PLACES)
 def test_ids_beyond_the_logits_are_refused(server, http, path, body, name, value) -> None:
-    width = server.text_engine.vocab_size
+    width = server.text_engine.model.vocab_size
     expected = http.post("/v1/completions", json=GOOD).json()["choices"]
     for bad in (
         width,
@@ -82,7 +82,7 @@ def test_ids_beyond_the_logits_are_refused(server, http, path, body, name, value
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_words_are_ids_below_the_width_too(server, http, path) -> None:
     """They become ids here, of a tokenizer that has fewer tokens than there are logits."""
-    assert server.text_engine.tokenizer.vocab_size < server.text_engine.vocab_size
+    assert server.text_engine.model.tokenizer.vocab_size < server.text_engine.model.vocab_size
     reply = http.post(path, json={**ENDPOINTS[path], "bad_words": ["hello", "<|im_end|>", "é🔥"]})
     assert reply.status_code == 200, reply.text
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve import __version__
 from jaxserve.errors import ConfigError, EngineDeadError
+from jaxserve.front.requests import GenerateRequest
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import ROUTES
@@ -164,7 +165,7 @@ async def test_unknown_paths_and_methods_say_what_to_do(call) -> None:
 
 
 async def test_models_are_listed_under_every_name(call) -> None:
-    state = ServerState(scripted_text_engine("he", model_names=("org/a", "b")))
+    state = ServerState(scripted_text_engine("he", names=("org/a", "b")))
     async with call(state=state) as client:
         listed = (await client.get("/v1/models")).json()
         assert listed["object"] == "list"
@@ -183,7 +184,7 @@ async def test_texts_can_be_tokenized_and_back(call, text_engine) -> None:
     async with call() as client:
         for prefix in ("", "/v1"):
             reply = (await client.post(f"{prefix}/tokenize", json=PROMPT)).json()
-            ids = text_engine.tokenizer.encode("hello")
+            ids = text_engine.model.tokenizer.encode("hello")
             assert reply == {
                 "count": len(ids),
                 "max_model_len": 256,
@@ -205,7 +206,7 @@ async def test_small_endpoints(call, text_engine) -> None:
             response = await client.request(method, path)
             assert (response.status_code, response.content) == (200, b"")
         assert (await client.get("/load")).json() == {"server_load": 0}
-        deltas = text_engine.generate([1], SamplingParams(n=3))
+        deltas = text_engine.generate(GenerateRequest(prompts=[[1]], params=SamplingParams(n=3)))
         await anext(deltas)
         assert (await client.get("/load")).json() == {"server_load": 3}
         await deltas.aclose()
@@ -267,7 +268,7 @@ async def test_a_defect_is_a_500_that_tells_nothing(call, text_engine, caplog) -
 
 async def test_beyond_the_limit_there_is_a_429_to_retry(call) -> None:
     text_engine = scripted_text_engine("hello", max_in_flight=1)
-    held = text_engine.generate([1], SamplingParams())
+    held = text_engine.generate(GenerateRequest(prompts=[[1]], params=SamplingParams()))
     await anext(held)
     async with call(state=ServerState(text_engine)) as client:
         response = await client.post("/v1/completions", json=PROMPT)

@@ -77,7 +77,7 @@ def test_steps_are_counted_once_and_heartbeats_are_not() -> None:
 
 
 def test_several_engines_have_their_own_numbers(monkeypatch) -> None:
-    text_engine = scripted_text_engine("he", model_names=('a"\\b',))
+    text_engine = scripted_text_engine("he", names=('a"\\b',))
     stats = {0: StepStats(num_running=2), 1: StepStats(num_running=5, total_preemptions=7)}
     monkeypatch.setattr(type(text_engine.engine), "stats", stats)
     page = render(text_engine, prefix="jaxserve")

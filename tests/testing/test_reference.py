@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.testing.reference import Reference
 from jaxserve.testing.tiny import random_tensors
+from jaxserve.testing.tolerance import assert_close
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "tiny_logits.npz")
 CONFIGS = json.loads(str(GOLDEN["configs"]))
@@ -27,7 +28,7 @@ MEANINGS = {
 def test_logits_equal_those_of_transformers(name: str) -> None:
     reference = Reference(random_tensors(CONFIGS[name]), **MEANINGS[name])
     logits = reference.logits(PROMPT)
-    np.testing.assert_allclose(logits, GOLDEN[name], atol=2e-4)
+    assert_close(logits, GOLDEN[name], num_tokens=len(PROMPT), config=CONFIGS[name])
     probabilities = np.exp(reference.logprobs(PROMPT))
     np.testing.assert_allclose(probabilities.sum(-1), 1)
     assert reference.greedy(PROMPT, 2)[0] == logits[-1].argmax() == probabilities[-1].argmax()

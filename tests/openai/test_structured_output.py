@@ -206,7 +206,7 @@ async def test_the_beginning_of_a_call_that_is_cut_off_is_no_content(tokens_per_
     body = {"tools": TOOLS, "tool_choice": "required"}
     for text, num_calls in (("[", 0), ('[{"name"', 0), (whole, 1), (whole + ', {"name": "g"', 1)):
         text_engine = make(text, tokens_per_output=tokens_per_output)
-        cut = {"max_tokens": len(text_engine.tokenizer.encode(text))}
+        cut = {"max_tokens": len(text_engine.model.tokenizer.encode(text))}
         (choice,) = (await ask(text_engine, body | cut)).choices
         assert choice.finish_reason == "length"
         assert not choice.message.content

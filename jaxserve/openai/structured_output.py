@@ -1,53 +1,65 @@
-"""What the text of an answer must or must not be: grammars and bad words."""
+"""What constrains the text of a completion: response_format and its kin, tools, bad words."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.decoding import json_type
 from jaxserve.openai.protocol import GenerationRequest
-from jaxserve.openai.tools import ToolUse
+from jaxserve.openai.tools import PROMPT_TAIL, ToolUse
+from jaxserve.parsing.answer_frame import answer_frame, marks_of
+from jaxserve.parsing.call_rules import RuleWriter
 from jaxserve.parsing.enforced import call_schema
-from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_GRAMMAR_CHARS, Grammar, SamplingParams
+from jaxserve.parsing.registry import call_rules, think_rules
+from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_GRAMMAR_CHARS, Grammar
 
 MAX_BAD_WORD_CHARS = 1000
-"""Longest bad word; `MAX_BAD_WORD_TOKENS` counts once it has been encoded."""
+"""Longest bad word; `MAX_BAD_WORD_TOKENS` limits it once more after encoding."""
 
 _FORMATS = "'text', 'json_object' or 'json_schema'"
 _OPTIONS = frozenset(
     {"disable_any_whitespace", "disable_fallback", "disable_additional_properties"}
     | {"whitespace_pattern"}
 )
-"""Of structured_outputs, without effect: white space is always bounded."""
+"""Options of structured_outputs without effect: white space is always bounded."""
 
 
-async def constrained(
-    text_engine: TextEngine,
-    request: GenerationRequest,
-    params: SamplingParams,
-    use: ToolUse | None = None,
-) -> SamplingParams:
-    """The parameters with the constraints that a request asks for.
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """The constraints of a request.
+
+    Attributes:
+      grammar: what the text must match; None: anything.
+      bad_words_token_ids: token sequences that must not appear.
+    """
+
+    grammar: Grammar | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+async def read_constraints(
+    text_engine: TextEngine, request: GenerationRequest, use: ToolUse | None = None
+) -> Constraints:
+    """Reads the constraints of a request and checks its grammar.
 
     Raises:
-      InvalidRequestError: a constraint is none, or there are several; ``param`` is the field.
+      InvalidRequestError: a constraint is invalid, or there are several; ``param`` is the field.
     """
-    if request.bad_words:
-        params = msgspec.structs.replace(
-            params, bad_words_token_ids=await _bad_words(text_engine, request.bad_words)
-        )
+    bad_words = await _bad_words(text_engine, request.bad_words) if request.bad_words else ()
     found = read_grammars(request)
     if len(found) > 1:
         raise InvalidRequestError(
             f"at most one of {', '.join(found)} can be given", param=next(iter(found))
         )
     if use is not None and use.is_enforced:
-        # An answer that is calls has no text for a format to be of.
+        # A forced tool call produces no text, so response_format does not apply.
         found.pop("response_format", None)
         if found:
             field = next(iter(found))
@@ -60,9 +72,44 @@ async def constrained(
     elif use is not None and use.choice == "auto" and found:
         await _check(text_engine, tools_grammar(use), "tools")
     for field, grammar in found.items():
-        params = msgspec.structs.replace(params, grammar=grammar)
         await _check(text_engine, grammar, field)
-    return params
+    return Constraints(next(iter(found.values()), None), bad_words)
+
+
+def with_structural_tag(
+    grammar: Grammar | None, model: ServedModel, use: ToolUse, prompt: str
+) -> Grammar | None:
+    """Returns the grammar with room for a think block before the text and for calls instead of it.
+
+    Args:
+      grammar: what the text must match; None: anything, and None is returned.
+      model: the model that writes the text.
+      use: the tools that may be called.
+      prompt: the rendered prompt; it may have opened a think block.
+
+    Raises:
+      InvalidRequestError: tools may be called, and no grammar is known for the format in which
+        this model writes calls.
+    """
+    if grammar is None:
+        return None
+    mark = marks_of(model.tokenizer)
+    think = calls = ""
+    if model.reasoning_parser is not None:
+        think = think_rules(model.reasoning_parser, mark, prompt=prompt[-PROMPT_TAIL:])
+    if use.choice == "auto":
+        assert model.tool_call_parser is not None
+        assert use.parameters is not None
+        rules = RuleWriter(use.parameters, parallel=use.parallel, mark=mark)
+        written = call_rules(model.tool_call_parser, rules)
+        if written is None:
+            raise InvalidRequestError(
+                f"an answer cannot be held to a grammar and have calls in the form "
+                f"{model.tool_call_parser}; send tool_choice 'none' or no grammar",
+                param="tools",
+            )
+        calls = written
+    return msgspec.structs.replace(grammar, frame=answer_frame(think=think, calls=calls))
 
 
 async def _check(text_engine: TextEngine, grammar: Grammar, field: str) -> None:
@@ -73,7 +120,7 @@ async def _check(text_engine: TextEngine, grammar: Grammar, field: str) -> None:
 
 
 def read_grammars(request: GenerationRequest) -> dict[str, Grammar]:
-    """The grammars in a request, by the field that they are in."""
+    """Returns the grammars of a request by the field that holds them."""
     found = {}
     for field, read in _READERS.items():
         try:
@@ -81,7 +128,7 @@ def read_grammars(request: GenerationRequest) -> dict[str, Grammar]:
         except InvalidRequestError as error:
             if error.param != "grammar":
                 raise
-            message = error.message.replace("grammar", field, 1)  # it is too long
+            message = error.message.replace("grammar", field, 1)  # the grammar is too long
             raise InvalidRequestError(message, param=field) from error
         if grammar is not None:
             found[field] = grammar
@@ -89,7 +136,7 @@ def read_grammars(request: GenerationRequest) -> dict[str, Grammar]:
 
 
 def tools_grammar(use: ToolUse) -> Grammar:
-    """Calls and nothing else, as ``use`` wants them. Raises InvalidRequestError."""
+    """Returns the grammar of a completion that is only tool calls. Raises InvalidRequestError."""
     assert use.parameters is not None
     schema = json.dumps(call_schema(use.parameters, name=use.name, parallel=use.parallel))
     if len(schema) > MAX_GRAMMAR_CHARS:
@@ -150,7 +197,7 @@ def _guided(value: Any, field: str) -> Grammar | None:
 
 
 def _of_kind(kind: str, value: Any, field: str) -> Grammar:
-    """A grammar in the words of vLLM."""
+    """Returns the grammar of a kind that vLLM names. Raises InvalidRequestError."""
     match kind, value:
         case "json", dict():
             return Grammar("json_schema", json.dumps(value))
@@ -169,13 +216,13 @@ def _of_kind(kind: str, value: Any, field: str) -> Grammar:
 
 
 _EXPECTED = {
-    "json": "a JSON schema, as an object or as a text",
+    "json": "a JSON schema, as an object or as a string",
     "json_object": "true",
-    "regex": "a regular expression, as a text",
-    "choice": "a list of at least one text",
-    "grammar": "a grammar in Lark syntax or EBNF, as a text",
+    "regex": "a regular expression, as a string",
+    "choice": "a list of at least one string",
+    "grammar": "a grammar in Lark syntax or EBNF, as a string",
 }
-"""What the ways of vLLM to ask for structured output expect."""
+"""The value that each of vLLM's kinds expects, for error messages."""
 
 _READERS = {
     "response_format": _response_format,
@@ -188,7 +235,7 @@ _READERS = {
 
 
 async def _bad_words(text_engine: TextEngine, words: list[str]) -> tuple[tuple[int, ...], ...]:
-    """The tokens of words at the beginning of a text, and of words after a space."""
+    """Returns the tokens of each word, as they are at the start of a text and after a space."""
     if len(words) > MAX_BAD_WORDS:
         raise InvalidRequestError(
             f"bad_words: at most {MAX_BAD_WORDS} words, got {len(words)}", param="bad_words"

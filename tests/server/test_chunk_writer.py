@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.chunks import EXTENSION, WriteChunk, chunk_writer
 from server.run import http_server
 from server.settings import ServerSettings
+from server.sse import WRITE_CHUNK, WriteChunk, chunk_writer
 
 GET = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
@@ -21,9 +21,9 @@ def streaming(pour: Callable[[WriteChunk], Awaitable[None]]) -> ASGIApp:
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/messages":
-            del scope["extensions"][EXTENSION]
+            del scope["extensions"][WRITE_CHUNK]
         else:
-            assert EXTENSION in scope["extensions"]
+            assert WRITE_CHUNK in scope["extensions"]
         await pour(chunk_writer(scope, send))
         await send({"type": "http.response.body", "body": b"end", "more_body": False})
 

@@ -56,7 +56,7 @@ async def start(engines):
 
 @pytest.fixture
 def factory(tmp_path, monkeypatch):
-    """Makes the name of a factory whose body is given."""
+    """Returns the name of a new factory with the given body."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def factory(body):

@@ -42,13 +42,13 @@ def add(scheduler, *request_ids, **options):
 
 
 def update(scheduler, plan, token=OTHER, **tokens):
-    """Takes in a step that sampled ``token`` everywhere but for the requests in ``tokens``."""
+    """Applies a step that sampled ``token`` for every request that is not in ``tokens``."""
     sampled = [tokens.get(part.request_id, token) for part in plan.sampling]
     return scheduler.update(plan, StepResult(sampled))
 
 
 def shape(plan):
-    """What a plan runs, as (request, start, number of tokens, samples)."""
+    """Summarises a plan as (request ID, start, number of tokens, samples)."""
     return [(p.request_id, p.start, p.num_tokens, p.samples) for p in plan.scheduled]
 
 
@@ -268,7 +268,7 @@ class TestAdmission:
 
 class TestPreemption:
     def two_that_fill_the_pool(self, **sizes):
-        """a and b, 8 tokens each in 2 blocks of the 4 there are; both need a third one now."""
+        """Fills the 4 blocks with a and b, 8 tokens each; both need a third block next."""
         scheduler = make_scheduler(num_blocks=4 + 1, **sizes)
         add(scheduler, "a", "b", num_prompt_tokens=8)
         update(scheduler, scheduler.schedule(0.0), a=20, b=30)

@@ -44,7 +44,7 @@ def run_to_the_end(core):
 
 
 class ListedRunner:
-    """Samples token 5 everywhere and lists what it is told to do and to wait for."""
+    """Samples token 5 everywhere and records the calls to it and its steps."""
 
     num_compilations = 3
 

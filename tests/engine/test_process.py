@@ -28,7 +28,7 @@ def submit(request_id, max_tokens=5):
 
 
 class Front:
-    """Runs an engine's loop in this thread: what it hears, and what it is told in answer.
+    """Runs the loop of an engine in this thread, records its events, and answers them.
 
     ``answers``: (condition on the event, requests to send the first time that it holds).
     """
@@ -214,7 +214,7 @@ def front(tmp_path):
         assert front.stdout.readline() == "ready\n"
         pids = [child.pid for child in psutil.Process(front.pid).children()]
         assert len(pids) == 2
-        # Unlike a number, it cannot come to mean another process.
+        # Unlike a process ID, a pidfd is never reused for another process.
         engines = {pid: os.pidfd_open(pid) for pid in pids}
         yield front, engines
         front.kill()
@@ -231,7 +231,7 @@ def assert_they_end(engines):
 
 def test_no_engine_outlives_a_front_that_is_killed(front):
     front, engines = front
-    # The first cannot even see that its input has ended.
+    # A stopped process cannot notice that its input has ended.
     stopped = psutil.Process(next(iter(engines)))
     stopped.suspend()
     while stopped.status() != psutil.STATUS_STOPPED:

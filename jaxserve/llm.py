@@ -27,14 +27,15 @@ from tqdm import tqdm
 from jaxserve.client.in_process import InProcessEngine
 from jaxserve.client.launcher import memory_settings
 from jaxserve.config import EngineConfig
-from jaxserve.engine.built import BuiltEngine
+from jaxserve.engine.core import BuiltEngine
 from jaxserve.engine.process import load_factory
-from jaxserve.engine.progress_lines import ProgressLines
+from jaxserve.engine.startup import ProgressLines
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
 from jaxserve.front.concurrency import bounded_as_completed
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
+from jaxserve.ipc.launch import FACTORY
 from jaxserve.ipc.messages import Progress
 from jaxserve.offline.outputs import CompletionOutput, LLMOutput, Prompt, as_prompts, collect
 from jaxserve.openai.prompts import render_prompt
@@ -49,8 +50,6 @@ Encoded: TypeAlias = tuple[str | None, list[int]]
 """The string of a prompt, if it was given as one, and its token IDs."""
 
 logger = logging.getLogger(__name__)
-
-FACTORY = "jaxserve.engine.factory:build"
 
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 """Exists on machines with the driver of NVIDIA."""

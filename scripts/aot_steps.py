@@ -13,8 +13,8 @@ import jax
 from aot_dump import LISTING, dump_options, find_kernels, read_launches, resources
 from gpu.models import BLOCK_SIZE, abstract_cache, abstract_params, backend_for, spec_of
 
-from jaxserve.config import Device
 from jaxserve.core.plan import StepPlan
+from jaxserve.device import Device
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import NARROW_TABLE, Bucket
 from jaxserve.runner.kv_cache import bytes_per_token

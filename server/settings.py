@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxserve.client.engine_client import FACTORY
 from jaxserve.config import MIB, setting
 from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.ipc.launch import FACTORY
 from jaxserve.openai.prompts import check_variables
 from jaxserve.parsing.registry import (
     REASONING_PARSERS,

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import server.app
-from jaxserve.config import Device
 from jaxserve.core import policy
 from jaxserve.core.scheduler import Scheduler
+from jaxserve.device import Device
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import Submit
 from jaxserve.models import registry

@@ -157,6 +157,8 @@ BACKWARDS = [
         "jaxserve.runner",
         ("jaxserve.engine", "jaxserve.client", "jaxserve.ipc.transport"),
     ),
+    ("jaxserve.ipc", ("jaxserve.core", "jaxserve.engine", "jaxserve.client", "jaxserve.front")),
+    ("jaxserve.client", ("jaxserve.front", "jaxserve.text", "jaxserve.openai")),
     ("jaxserve.engine.core", ("jaxserve.runner", "jaxserve.models", "jaxserve.ipc.transport")),
     (
         "jaxserve.openai",

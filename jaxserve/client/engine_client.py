@@ -1,4 +1,4 @@
-"""The front's side of the engines: starts them, spreads requests over them, hears from them."""
+"""Engines in processes: starts them, spreads requests over them, handles their events."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import zmq.asyncio
 
-from jaxserve import errors
-from jaxserve.client.balance import Balancer
 from jaxserve.client.launcher import EngineProcess
-from jaxserve.client.replica import Replica
+from jaxserve.client.replica import Balancer, Replica
 from jaxserve.config import EngineConfig
-from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
-from jaxserve.ipc.launch import FAILED_EXIT_CODE, Launch
+from jaxserve.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    JaxserveError,
+    UnsupportedModelError,
+)
+from jaxserve.ipc.launch import FACTORY, FAILED_EXIT_CODE, Launch
 from jaxserve.ipc.messages import (
     EngineEvent,
     EngineFailed,
@@ -32,33 +37,35 @@ from jaxserve.ipc.transport import EventReceiver, RequestSender, SocketFolder
 
 logger = logging.getLogger(__name__)
 
-FACTORY = "jaxserve.engine.factory:build"
-"""What builds an engine in its process: ``module:function``."""
-
 SHUTDOWN_TIMEOUT_S = 5.0
-"""How long an engine may take to leave when told so: a step in flight has to end first."""
+"""How long an engine may take to exit after `Shutdown`: a step in flight has to end first."""
 
-LAST_WORDS_TIMEOUT_S = 2.0
-"""How long to wait for the reason after an engine has failed."""
+EXIT_REASON_TIMEOUT_S = 2.0
+"""How long to wait for `EngineFailed` after a process has ended with `FAILED_EXIT_CODE`."""
+
+STARTUP_ERRORS: Mapping[str, type[JaxserveError]] = {
+    error.__name__: error for error in (ConfigError, CheckpointError, UnsupportedModelError)
+}
+"""The errors of a factory that `EngineClient.start` raises again as what they were."""
 
 
 class EngineClient:
-    """Engines in processes of their own, behind the `Engine` protocol.
+    """Implements `Engine` with one or more engine processes.
 
-    Everything runs on the asyncio loop on which `start` was called.
+    Call everything on the asyncio loop on which `start` was called.
 
     Attributes:
-      on_outputs: called with every message of every engine, before its outputs are handed out; for
-        metrics. It must not keep the outputs. What it raises is logged.
+      on_outputs: called with every `StepOutputs` before its outputs are handed to their streams;
+        for metrics. It must not keep the outputs. Exceptions that it raises are logged.
     """
 
     def __init__(self, *, stuck_after_s: float = 60.0) -> None:
-        """Use `start`, which also launches the engines."""
+        """Creates the sockets only. Use `start`, which also launches the engines."""
         self.on_outputs: Callable[[StepOutputs], None] | None = None
         self._stuck_after_s = stuck_after_s
         self._balancer = Balancer()
         self._replicas: list[Replica] = []
-        self._departed = asyncio.Event()
+        self._request_ended = asyncio.Event()
         self._folder = SocketFolder()
         self._context = zmq.asyncio.Context()
         self._events = EventReceiver(self._context, self._folder.events)
@@ -77,14 +84,14 @@ class EngineClient:
         """Launches ``config.parallel.data_parallel_size`` engines and waits until all can serve.
 
         Args:
-          config: what every engine is told.
-          factory: ``module:function`` that builds an engine, in its process.
-          on_progress: called with every report of start-up work.
-          stuck_after_s: an engine with requests on board that is silent for so many seconds is ill.
+          config: the settings of every engine.
+          factory: builds an engine in its process, as ``module:function``.
+          on_progress: called with every progress report of the start-up.
+          stuck_after_s: `check_health` fails if an engine sends nothing for this many seconds.
 
         Raises:
-          ConfigError, CheckpointError...: what a factory raised, if a user can mend it.
-          EngineDeadError: an engine failed or died; if it left a traceback, that has been logged.
+          ConfigError, CheckpointError: the factory raised it; the user can fix the cause.
+          EngineDeadError: an engine failed or died. Its traceback, if it sent one, is in the log.
         """
         client = cls(stuck_after_s=stuck_after_s)
         try:
@@ -96,33 +103,33 @@ class EngineClient:
 
     @property
     def engines(self) -> Mapping[int, Ready]:
-        """What each engine settled on, by its index."""
+        """The resolved settings of each engine, by its index."""
         return {i: replica.ready.result() for i, replica in enumerate(self._replicas)}
 
     @property
     def ready(self) -> Ready:
-        """What the first engine settled on."""
+        """The resolved settings of the first engine."""
         return self._replicas[0].ready.result()
 
     @property
     def stats(self) -> Mapping[int, StepStats]:
-        """The newest state of each engine, by its index. A dead one holds nothing."""
+        """The latest state of each engine, by its index. A dead engine has no requests."""
         return {i: replica.stats for i, replica in enumerate(self._replicas)}
 
     @property
     def num_in_flight(self) -> int:
-        """Requests on board of all engines."""
+        """Number of requests in flight on all engines."""
         return sum(len(replica.in_flight) for replica in self._replicas)
 
     async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
-        """See `Engine.generate`. The request goes to the engine with the smallest score."""
+        """See `Engine.generate`. Sends the request to the engine with the lowest load score."""
         replica = self._pick(request.request_id)
-        on_board = replica.submit(request)
+        stream = replica.submit(request)
         try:
-            async for output in on_board.stream:
+            async for output in stream:
                 yield output
         finally:
-            if replica.in_flight.get(request.request_id) is on_board:
+            if replica.in_flight.get(request.request_id) is stream:
                 replica.abort([request.request_id])
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -131,28 +138,28 @@ class EngineClient:
             _abort(replica, [i for i in request_ids if i in replica.in_flight])
 
     def check_health(self) -> None:
-        """Raises EngineDeadError if an engine is dead, or does not move."""
+        """Raises EngineDeadError if an engine is dead or stuck."""
         for replica in self._replicas:
             replica.check_health(stuck_after_s=self._stuck_after_s)
 
     async def drain(self, timeout_s: float) -> None:
-        """Waits until no request is on board, ``timeout_s`` seconds at most; aborts the rest.
+        """Waits until no request is in flight, at most ``timeout_s`` seconds; aborts the rest.
 
-        The readers of the aborted ones get a last output that says so. Refusing new requests in
-        the meantime is the caller's business.
+        Readers of aborted requests get a last output with reason ABORT. The caller has to refuse
+        new requests meanwhile.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.num_in_flight:
-                    self._departed.clear()
-                    await self._departed.wait()
+                    self._request_ended.clear()
+                    await self._request_ended.wait()
         for replica in self._replicas:
             _abort(replica, list(replica.in_flight))
 
     async def close(self) -> None:
-        """Ends the engines and removes the sockets. Requests on board fail with EngineDeadError.
+        """Stops the engines and removes the sockets. Requests in flight fail with EngineDeadError.
 
-        May be called again, also while another call is in flight; goes on if that is cancelled.
+        Idempotent, also while another call is in progress. Cancelling the call does not stop it.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -184,7 +191,7 @@ class EngineClient:
                 events_address=self._folder.events,
                 config=config,
             )
-            self._replicas.append(Replica(EngineProcess(launch), self._departed))
+            self._replicas.append(Replica(EngineProcess(launch), self._request_ended))
         self._tasks = [asyncio.create_task(self._watch(replica)) for replica in self._replicas]
         self._tasks.append(asyncio.create_task(self._listen(on_progress)))
         await asyncio.gather(*(replica.ready for replica in self._replicas))
@@ -195,95 +202,92 @@ class EngineClient:
             raise EngineDeadError(str(self._replicas[0].error))
         if any(request_id in replica.in_flight for replica in alive.values()):
             raise InvalidRequestError(
-                f"the request id {request_id!r} is in use by a request in flight",
+                f"the request ID {request_id!r} is in use by a request in flight",
                 param="request_id",
             )
         return alive[self._balancer.pick({i: replica.load for i, replica in alive.items()})]
 
     async def _watch(self, replica: Replica) -> None:
-        """Notices the end of an engine's process, however it comes."""
+        """Fails a replica when its process ends, for whatever reason."""
         exit_code = await replica.process.wait()
-        if exit_code == FAILED_EXIT_CODE:  # the reason may still be on its way
+        if exit_code == FAILED_EXIT_CODE:  # EngineFailed may still be in the socket
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(replica.died.wait(), LAST_WORDS_TIMEOUT_S)
-        self._lose(replica, EngineDeadError(_obituary(replica, exit_code)))
+                await asyncio.wait_for(replica.failed.wait(), EXIT_REASON_TIMEOUT_S)
+        self._on_engine_death(replica, EngineDeadError(_exit_message(replica, exit_code)))
 
     async def _listen(self, on_progress: Callable[[Progress], None] | None) -> None:
-        """Acts on what the engines say."""
+        """Handles the events of all engines, for as long as the client lives."""
         try:
             while True:
-                # Of a front that is behind, readers get what has come in one: it catches up.
+                # Drains every queued event at once: a reader that lags gets one merged output.
                 for event in await self._events.receive():
-                    self._hear(event, on_progress)
-                # A turn for the readers, even if the next message is there already.
+                    self._handle_event(event, on_progress)
+                # Lets the readers run even if the next event has already arrived.
                 await asyncio.sleep(0)
         except Exception as error:
-            # Nobody would hear from an engine any more: better to fail than to hang.
+            # Without this task no output would ever arrive: fail all requests, do not hang.
             logger.exception("the engine client failed")
             for replica in self._replicas:
-                replica.die(EngineDeadError(f"the engine client failed: {error}"))
+                replica.fail(EngineDeadError(f"the engine client failed: {error}"))
 
-    def _hear(self, event: EngineEvent, on_progress: Callable[[Progress], None] | None) -> None:
+    def _handle_event(
+        self, event: EngineEvent, on_progress: Callable[[Progress], None] | None
+    ) -> None:
         replica = self._replicas[event.engine]
-        if replica.error is not None:  # sent before it died, or was told to leave
+        if replica.error is not None:  # sent before the engine died or was stopped
             return
         match event:
             case StepOutputs():
                 self._observe(event)
-                replica.take(event)
+                replica.handle_outputs(event)
             case Progress():
                 if on_progress is not None:
                     on_progress(event)
             case Ready():
                 address = self._folder.requests(event.engine)
-                replica.serve(event, RequestSender(self._context, address))
+                replica.set_ready(event, RequestSender(self._context, address))
             case EngineFailed():
                 if not event.is_user_error:
                     logger.error("engine %d failed:\n%s", event.engine, event.traceback)
-                self._lose(replica, _cause(event))
+                self._on_engine_death(replica, _reported_error(event))
 
     def _observe(self, event: StepOutputs) -> None:
         if self.on_outputs is not None:
             try:
                 self.on_outputs(event)
             except Exception:
-                logger.exception("an observer of the engines' outputs failed")
+                logger.exception("the on_outputs callback failed")
 
-    def _lose(self, replica: Replica, error: JaxserveError) -> None:
-        """An engine is gone, without having been told to leave.
-
-        Its requests fail. To run them on another engine instead, this is the place, and an
-        `InFlight` has what it takes.
-        """
+    def _on_engine_death(self, replica: Replica, error: JaxserveError) -> None:
+        """Fails the requests of an engine that ended without having been stopped."""
         if replica.error is None:
             if replica.ready.done():
-                logger.error("%s; requests on board that fail: %d", error, len(replica.in_flight))
-            replica.die(error)
+                logger.error("%s; failed requests in flight: %d", error, len(replica.in_flight))
+            replica.fail(error)
 
 
 def _abort(replica: Replica, request_ids: list[str]) -> None:
-    """Takes requests off an engine, and tells their readers."""
+    """Aborts requests, and ends their streams with reason ABORT."""
     if not request_ids:
         return
-    streams = {i: replica.in_flight[i].stream for i in request_ids}
+    streams = {i: replica.in_flight[i] for i in request_ids}
     replica.abort(request_ids)
     for request_id, stream in streams.items():
         stream.push(RequestOutput(request_id, [], FinishReason.ABORT))
 
 
-def _cause(failed: EngineFailed) -> JaxserveError:
-    """The error that an engine ended with, as it was raised there if a user can mend it."""
+def _reported_error(failed: EngineFailed) -> JaxserveError:
+    """Returns the error that an engine reported, with its original type if a user can fix it."""
     if not failed.is_user_error:
         return EngineDeadError(f"engine {failed.engine} failed: {failed.message}")
-    error_type = getattr(errors, failed.error_type, JaxserveError)
-    return error_type(failed.message)
+    return STARTUP_ERRORS.get(failed.error_type, JaxserveError)(failed.message)
 
 
-def _obituary(replica: Replica, exit_code: int) -> str:
-    """What to say of an engine that has ended and left no reason."""
-    who = f"engine {replica.process.engine} (pid {replica.process.pid})"
+def _exit_message(replica: Replica, exit_code: int) -> str:
+    """Describes the end of an engine process that reported no error."""
+    engine = f"engine {replica.process.engine} (pid {replica.process.pid})"
     if exit_code >= 0:
-        return f"{who} ended with exit code {exit_code}"
+        return f"{engine} ended with exit code {exit_code}"
     name = signal.Signals(-exit_code).name
     hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
-    return f"{who} was killed by {name}{hint}"
+    return f"{engine} was killed by {name}{hint}"

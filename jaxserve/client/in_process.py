@@ -1,4 +1,4 @@
-"""An engine in a thread of this process, behind the `Engine` protocol: no sockets, no child."""
+"""An engine in a thread of this process, without sockets or a child process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 
 from jaxserve.client.output_stream import OutputStream
-from jaxserve.engine.built import BuiltEngine
+from jaxserve.engine.core import BuiltEngine
 from jaxserve.engine.process import EngineLoop
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.ipc.messages import (
@@ -30,28 +30,30 @@ logger = logging.getLogger(__name__)
 
 
 class InProcessEngine:
-    """Runs an `EngineCore` in a thread of its own and serves the event loop it was started on.
+    """Implements `Engine` with an `EngineCore` in a thread.
+
+    Call everything on the event loop on which `start` was called.
 
     event loop    generate() ──> inbox ──>  engine thread: EngineLoop (jax lives here)
                   OutputStream <── call_soon_threadsafe ──┘
     """
 
     def __init__(self, build: Callable[[], BuiltEngine]) -> None:
-        """Use `start`."""
+        """Creates the thread without starting it. Use `start`."""
         self._event_loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[EngineRequest] = queue.SimpleQueue()
         self._ready: asyncio.Future[Ready] = self._event_loop.create_future()
         self._streams: dict[str, OutputStream] = {}
         self._stats = StepStats()
         self._error: JaxserveError | None = None
-        # Daemonic, so that a program that forgets `close` can still end.
+        # A daemon thread, so that a program that never calls `close` can still exit.
         self._thread = threading.Thread(target=self._run, args=(build,), name="engine", daemon=True)
 
     @classmethod
     async def start(cls, build: Callable[[], BuiltEngine]) -> InProcessEngine:
         """Builds an engine in its thread and waits until it can serve.
 
-        Raises whatever ``build`` raises.
+        Raises what ``build`` raises.
         """
         engine = cls(build)
         engine._thread.start()
@@ -64,16 +66,16 @@ class InProcessEngine:
 
     @property
     def ready(self) -> Ready:
-        """What the engine settled on when it started."""
+        """The resolved settings of the engine."""
         return self._ready.result()
 
     @property
     def stats(self) -> Mapping[int, StepStats]:
-        """The newest state of the engine, under its index."""
+        """The latest state of the engine, by its index."""
         return {self.ready.engine: self._stats}
 
     def check_health(self) -> None:
-        """Raises EngineDeadError if the engine has failed or has been closed."""
+        """Raises EngineDeadError if the engine has failed or been closed."""
         if self._error is not None:
             raise self._error
 
@@ -82,14 +84,14 @@ class InProcessEngine:
         self.check_health()
         request_id = request.request_id
         if request_id in self._streams:
-            raise InvalidRequestError(f"the request id {request_id!r} is in use")
+            raise InvalidRequestError(f"the request ID {request_id!r} is in use")
         stream = self._streams[request_id] = OutputStream()
         self._inbox.put(request)
         try:
             async for output in stream:
                 yield output
         finally:
-            if self._streams.get(request_id) is stream:  # it has not finished
+            if self._streams.get(request_id) is stream:  # not finished
                 del self._streams[request_id]
                 self._inbox.put(Abort([request_id]))
 
@@ -102,40 +104,39 @@ class InProcessEngine:
                 stream.push(RequestOutput(request_id, [], FinishReason.ABORT))
 
     async def close(self) -> None:
-        """Ends the engine after the step in flight. Requests on board fail with EngineDeadError."""
+        """Ends the engine after its current step. Requests in flight fail with EngineDeadError."""
         self._fail(EngineDeadError("the engine has been closed"))
         self._inbox.put(Shutdown())
         await asyncio.to_thread(self._thread.join)
 
     def _run(self, build: Callable[[], BuiltEngine]) -> None:
-        """The engine thread."""
+        """Builds and runs the engine, on its thread."""
         try:
             built = build()
             self._call_soon(self._ready.set_result, built.ready)
             EngineLoop(built.ready.engine, built.core, self._inbox, self._send).run()
         except BaseException as error:
-            self._call_soon(self._ended_by, error)
+            self._call_soon(self._on_engine_death, error)
 
     def _send(self, event: EngineEvent) -> None:
-        self._call_soon(self._take, event)
+        self._call_soon(self._handle_event, event)
 
     def _call_soon(self, function: Callable[..., None], argument: object) -> None:
-        """Calls on the event loop; if that is closed, nobody waits for this any more."""
+        """Calls a function on the event loop. Does nothing if the loop is closed."""
         with suppress(RuntimeError):
             self._event_loop.call_soon_threadsafe(function, argument)
 
-    def _take(self, event: EngineEvent) -> None:
+    def _handle_event(self, event: EngineEvent) -> None:
         assert isinstance(event, StepOutputs)
         self._stats = event.stats
         for output in event.outputs:
-            # None: aborted while the step was in flight.
             stream = self._streams.get(output.request_id)
-            if stream is not None:
+            if stream is not None:  # None if aborted while the step was in flight
                 if output.finish_reason is not None:
                     del self._streams[output.request_id]
                 stream.push(output)
 
-    def _ended_by(self, error: BaseException) -> None:
+    def _on_engine_death(self, error: BaseException) -> None:
         if not self._ready.done():
             self._ready.set_exception(error)
             return

@@ -1,4 +1,4 @@
-"""Starts an engine as a child process, and sees to its end."""
+"""Starts an engine as a child process, and makes sure that it ends."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from jaxserve.ipc.launch import Launch
 
 STDERR = 2
 
-HANG_UP_TIMEOUT_S = 3.0
-"""How long a process may take to leave after its standard input was closed."""
+STDIN_CLOSED_TIMEOUT_S = 3.0
+"""How long a process may take to exit after its standard input was closed."""
 
 ENVIRONMENT = {
-    # XLA's C++ log: errors only. Its warnings are about its own tuning and say nothing to users.
+    # Errors only in the C++ log of XLA: its warnings are about its own tuning.
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-"""Variables that an engine gets unless the front's environment has them."""
+"""Environment variables of an engine, unless the environment of the front sets them."""
 
 XLA_FLAGS: tuple[str, ...] = ()
-"""Flags that come before those in the front's own ``XLA_FLAGS``, which therefore win."""
+"""Flags put before those of the front's ``XLA_FLAGS``, which take precedence."""
 
 
 class EngineProcess:
     """One engine process, from start to exit.
 
-    Its standard input stays open as long as the front lives and wants the engine: its end tells
-    the child to leave at once. The child has a session of its own, so that Ctrl-C in a terminal,
-    which goes to the whole group, reaches the front only, and the front decides what ends when.
-    What the child prints goes to the front's standard error.
+    Its standard input stays open as long as the front lives and needs the engine; the child exits
+    at once when it closes. The child runs in its own session, so Ctrl-C in a terminal, which goes
+    to the whole process group, reaches the front only, and the front decides what ends when. What
+    the child prints goes to the standard error output of the front.
 
-    Make it on the thread of the running asyncio loop: Linux kills the child when the thread that
+    Create it on the thread of the running asyncio loop: Linux kills the child when the thread that
     started it ends.
     """
 
@@ -47,13 +47,13 @@ class EngineProcess:
         """Starts the process.
 
         Raises:
-          ConfigError: there are fewer devices than engines.
+          ConfigError: there are fewer visible GPUs than engines.
         """
         self.engine = launch.engine
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = subprocess.Popen(
-            # -P: the child finds modules where the front does (PYTHONPATH), not in the folder
-            # from which it happens to be started.
+            # -P: the child imports modules from where the front does (PYTHONPATH), not from the
+            # current folder.
             [sys.executable, "-P", "-m", "jaxserve.engine.process"],
             stdin=subprocess.PIPE,
             bufsize=0,
@@ -65,37 +65,37 @@ class EngineProcess:
             target=self._wait, args=(self._exit_code.get_loop(),), name="engine-exit", daemon=True
         ).start()
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # died already: `wait` will say so
+        with contextlib.suppress(BrokenPipeError):  # already dead: `wait` returns the exit code
             self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The process ID."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has not ended, as far as the loop has heard."""
+        """Whether the process is running, as far as the event loop knows."""
         return not self._exit_code.done()
 
     async def wait(self) -> int:
-        """Waits for the end and returns the exit code; negative: the signal that killed it."""
+        """Waits for the exit and returns the exit code; -n if signal n killed the process."""
         return await asyncio.shield(self._exit_code)
 
     async def stop(self, *, timeout_s: float) -> int:
-        """Sees to the end of the process and returns its exit code.
+        """Ends the process and returns its exit code.
 
-        It has ``timeout_s`` seconds to end by itself (0: end it now), then its standard input is
-        closed, on which it leaves wherever it is; if it still cannot, it is killed.
+        The process has ``timeout_s`` seconds to exit by itself (0: none). Then its standard input
+        is closed, which makes it exit from wherever it is. If it still does not, it is killed.
         """
         if not await self._ends_within(timeout_s):
-            self.hang_up()
-            if not await self._ends_within(HANG_UP_TIMEOUT_S):
+            self.close_stdin()
+            if not await self._ends_within(STDIN_CLOSED_TIMEOUT_S):
                 self._process.kill()
         return await self.wait()
 
-    def hang_up(self) -> None:
-        """Closes the standard input of the process. May be called again."""
+    def close_stdin(self) -> None:
+        """Closes the standard input of the process. Idempotent."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
@@ -104,35 +104,36 @@ class EngineProcess:
         return self._exit_code.done()
 
     def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in a thread: waiting costs nothing there, and works on every platform."""
+        """Waits for the process on a thread, which works on every platform."""
         exit_code = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(self._ended, exit_code)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no waiter
+            loop.call_soon_threadsafe(self._on_exit, exit_code)
 
-    def _ended(self, exit_code: int) -> None:
-        self.hang_up()
+    def _on_exit(self, exit_code: int) -> None:
+        self.close_stdin()
         self._exit_code.set_result(exit_code)
 
 
 def child_environment(
     launch: Launch, inherited: Mapping[str, str], module_path: list[str]
 ) -> dict[str, str]:
-    """The environment of an engine: the front's, its module search path, and our settings."""
+    """Returns the environment of an engine: that of the front, its module path and our settings."""
     xla_flags = " ".join([*XLA_FLAGS, inherited.get("XLA_FLAGS", "")]).strip()
     return {
         **ENVIRONMENT,
         **memory_settings(launch.config.cache, inherited),
         **inherited,
         **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
-        **_own_device(launch, inherited),
+        **_visible_device(launch, inherited),
         "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in module_path),
     }
 
 
 def memory_settings(cache: CacheConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Variables that tell jax how much of a GPU to take, which by itself is three quarters.
+    """Returns variables that set the fraction of GPU memory that jax preallocates.
 
-    None if the environment ``inherited`` says so already; jax refuses both of its names.
+    Empty if the environment ``inherited`` sets the fraction: jax refuses both names together. The
+    default of jax is three quarters.
     """
     names = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
     if names & inherited.keys():
@@ -140,8 +141,11 @@ def memory_settings(cache: CacheConfig, inherited: Mapping[str, str]) -> dict[st
     return {"XLA_CLIENT_MEM_FRACTION": f"{cache.pool_fraction:.3f}"}
 
 
-def _own_device(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Of several engines, each sees one GPU: by itself each would take the first."""
+def _visible_device(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables that show each of several engines its own GPU.
+
+    Without them every engine would use the first GPU.
+    """
     num_engines = launch.config.parallel.data_parallel_size
     visible = inherited.get("CUDA_VISIBLE_DEVICES")
     if num_engines == 1 or visible == "":

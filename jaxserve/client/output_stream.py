@@ -1,4 +1,4 @@
-"""The way of one request's outputs to its reader."""
+"""The stream of one request's outputs, from an engine to the reader in the front."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from jaxserve.ipc.messages import RequestOutput
 
 
 class OutputStream:
-    """Holds at most one output: what comes before it is read is merged into it.
+    """Buffers at most one output: outputs pushed before it is read are merged into it.
 
-    So a slow reader costs no queue, and gets more at once instead. One task reads; writer and
-    reader run on the same event loop. Outputs belong to the stream from the moment they are pushed.
+    A slow reader thus needs no queue; it gets more tokens at once. One task reads. Writer and
+    reader run on the same event loop. The stream owns an output once it is pushed, and may change
+    its lists.
     """
 
     __slots__ = ("_ended", "_error", "_output", "_waiter")
@@ -23,25 +24,25 @@ class OutputStream:
         self._output: RequestOutput | None = None
         self._error: JaxserveError | None = None
         self._ended = False
-        # Not an asyncio.Event: with one reader, a future a turn does the same in half of the time.
+        # A future per wait: with one reader it takes half the time of an asyncio.Event.
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, output: RequestOutput) -> None:
-        """Adds the next output."""
+        """Appends an output and wakes the reader."""
         self._output = output if self._output is None else merged(self._output, output)
         self._wake()
 
     def fail(self, error: JaxserveError) -> None:
-        """Ends the stream with an error, after the output that is still to be read."""
+        """Ends the stream with an error. The reader gets the buffered output first."""
         self._error = error
         self._wake()
 
     def __aiter__(self) -> OutputStream:
-        """What comes, as it comes, up to the output that has a finish reason."""
+        """Iterates over outputs until one has a finish reason."""
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Waits for what has come since the last call. Raises what `fail` was given."""
+        """Waits for the output since the last call. Raises the error passed to `fail`."""
         if self._ended:
             raise StopAsyncIteration
         if self._output is None and self._error is None:
@@ -60,7 +61,7 @@ class OutputStream:
 
 
 def merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two outputs of one request as one. The lists of ``first`` are extended, not copied."""
+    """Merges two consecutive outputs of a request. Extends the lists of ``first`` in place."""
     first.token_ids.extend(second.token_ids)
     if first.logprobs is not None and second.logprobs is not None:
         first.logprobs.extend(second.logprobs)

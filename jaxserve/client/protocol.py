@@ -1,4 +1,4 @@
-"""The part of an engine that front-ends need, however and wherever the engine runs."""
+"""The engine interface of the front, wherever the engine runs."""
 
 from __future__ import annotations
 
@@ -9,39 +9,42 @@ from jaxserve.ipc.messages import Ready, RequestOutput, StepStats, Submit
 
 
 class Engine(Protocol):
-    """Turns prompts into tokens. Validates nothing: requests have been checked at the door."""
+    """Generates output tokens for prompts of token IDs.
+
+    An engine does not validate requests: the front has done so before `generate`.
+    """
 
     @property
     def ready(self) -> Ready:
-        """What the engine settled on when it started; with replicas, the first one."""
+        """The resolved settings of the engine; of the first one if there are replicas."""
         ...
 
     @property
     def stats(self) -> Mapping[int, StepStats]:
-        """The newest state of each engine, by its index."""
+        """The latest state of each engine, by its index."""
         ...
 
     def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
-        """Runs one request and yields what it generates, as it comes.
+        """Runs one request and yields its outputs.
 
-        The request is on its way when the first item is asked for. The last output, and no other,
-        has a finish reason; outputs that were not taken in time arrive merged into one. Closing the
-        generator before that (``aclose``, best by `contextlib.aclosing`) aborts the request.
+        The request is sent when the caller asks for the first item. Exactly the last output has a
+        finish reason. Outputs that the caller does not read in time arrive merged into one. Closing
+        the generator earlier (``aclose``, best through `contextlib.aclosing`) aborts the request.
 
         Args:
-          request: its id is unlike that of any request in flight, or that was aborted a moment ago:
-            what was still on its way to that one would be taken for this one's.
+          request: its ID must differ from those of all requests in flight or just aborted, whose
+            outputs may still arrive.
 
         Raises:
-          InvalidRequestError: the id is already in use.
-          EngineDeadError: the engine that ran the request is gone, or none is left.
+          InvalidRequestError: the ID is in use.
+          EngineDeadError: the engine of the request died, or no engine is alive.
         """
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests; their last output says so. Unknown ids are ignored."""
+        """Aborts requests: their last output has reason ABORT. Ignores unknown IDs."""
         ...
 
     def check_health(self) -> None:
-        """Raises EngineDeadError if an engine is dead, or holds requests and does not move."""
+        """Raises EngineDeadError if an engine is dead or stuck."""
         ...

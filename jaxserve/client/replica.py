@@ -1,14 +1,14 @@
-"""One engine as the front sees it: what is on board, how it does, whether it lives."""
+"""One engine process as the front sees it, and the choice between several."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 
-from jaxserve.client.balance import Load
 from jaxserve.client.launcher import EngineProcess
 from jaxserve.client.output_stream import OutputStream
 from jaxserve.errors import EngineDeadError, JaxserveError
@@ -22,130 +22,158 @@ from jaxserve.ipc.messages import (
 )
 from jaxserve.ipc.transport import RequestSender
 
+WAITING_WEIGHT = 4
+"""A waiting request counts this many times a running one: its whole prompt is still to be computed,
+and it shows that the engine is full."""
 
-@dataclass(slots=True)
-class InFlight:
-    """A request on board of an engine, with all that it takes to run it on another one.
 
-    ``token_ids`` are those generated so far: prompt and these, with ``num_prior_tokens`` raised by
-    their number, make the `Submit` that goes on where this engine stopped.
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The load of an engine, as far as the front knows.
+
+    Attributes:
+      num_waiting, num_running: as the engine last reported them.
+      num_sent: requests sent since that report. They count as waiting.
     """
 
-    submit: Submit
-    stream: OutputStream = field(default_factory=OutputStream)
-    token_ids: list[int] = field(default_factory=list)
+    num_waiting: int
+    num_running: int
+    num_sent: int = 0
+
+    @property
+    def score(self) -> int:
+        """``WAITING_WEIGHT * waiting + running``."""
+        return WAITING_WEIGHT * (self.num_waiting + self.num_sent) + self.num_running
+
+
+class Balancer:
+    """Picks the engine with the lowest score. Engines with equal scores take turns."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def pick(self, loads: Mapping[int, Load]) -> int:
+        """Returns the index of the engine for the next request.
+
+        ``loads`` has at least one entry, by engine index.
+        """
+        best = min(load.score for load in loads.values())
+        tied = sorted(engine for engine, load in loads.items() if load.score == best)
+        self._last = next((engine for engine in tied if engine > self._last), tied[0])
+        return self._last
 
 
 class Replica:
-    """An engine process, its requests and its newest state.
+    """An engine process, its requests in flight and its latest state.
 
     Attributes:
-      process: the engine.
-      ready: what it settled on, once it can serve; or why it never will.
-      in_flight: the requests on board, by id.
-      stats: its newest state.
+      process: the engine process.
+      ready: its resolved settings once it can serve, or the error that ended its start.
+      in_flight: the output streams of its requests, by request ID.
+      stats: its latest state.
       error: why it is dead, or None.
-      died: set when it is dead.
+      failed: set when it is dead.
     """
 
-    def __init__(self, process: EngineProcess, departed: asyncio.Event) -> None:
-        """``departed`` is set whenever a request has left ``in_flight``."""
+    def __init__(self, process: EngineProcess, request_ended: asyncio.Event) -> None:
+        """``request_ended`` is set whenever a request leaves ``in_flight``."""
         self.process = process
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self.in_flight: dict[str, InFlight] = {}
+        self.in_flight: dict[str, OutputStream] = {}
         self.stats = StepStats()
         self.error: JaxserveError | None = None
-        self.died = asyncio.Event()
-        self._departed = departed
+        self.failed = asyncio.Event()
+        self._request_ended = request_ended
         self._sender: RequestSender | None = None
         self._num_sent = 0
-        self._heard_s = time.monotonic()
+        self._last_event_s = time.monotonic()
 
     @property
     def load(self) -> Load:
-        """What the next request would come on top of."""
+        """The engine's current load."""
         return Load(self.stats.num_waiting, self.stats.num_running, self._num_sent)
 
-    def serve(self, ready: Ready, sender: RequestSender) -> None:
-        """The engine can take requests."""
-        self._heard_s = time.monotonic()
+    def set_ready(self, ready: Ready, sender: RequestSender) -> None:
+        """Marks the engine as able to serve."""
+        self._last_event_s = time.monotonic()
         self._sender = sender
         self.ready.set_result(ready)
 
-    def submit(self, submit: Submit) -> InFlight:
-        """Sends a request to the engine."""
+    def submit(self, submit: Submit) -> OutputStream:
+        """Sends a request to the engine and returns the stream of its outputs."""
         assert self._sender is not None, "requests go to engines that are ready"
-        # An engine that is gone is noticed by the end of its process, which fails the request.
+        # Does not fail for a dead engine: the end of its process fails its requests.
         self._sender.send(submit)
-        # Only now: what cannot be sent is not on board.
-        request = InFlight(submit)
-        self.in_flight[submit.request_id] = request
+        # After `send`, so that a request that cannot be encoded is not in flight.
+        stream = self.in_flight[submit.request_id] = OutputStream()
         self._num_sent += 1
-        return request
+        return stream
 
     def abort(self, request_ids: list[str]) -> None:
-        """Takes requests off the engine. Their streams are the caller's to end."""
+        """Aborts requests on the engine. The caller ends their streams."""
         assert self._sender is not None, "requests go to engines that are ready"
         self._sender.send(Abort(request_ids))
         for request_id in request_ids:
             self._remove(request_id)
 
-    def take(self, event: StepOutputs) -> None:
-        """Hands the outputs of a step to their streams."""
-        self._heard_s = time.monotonic()
+    def handle_outputs(self, event: StepOutputs) -> None:
+        """Stores the state of the engine and hands the outputs of a step to their streams."""
+        self._last_event_s = time.monotonic()
         self.stats = event.stats
         self._num_sent = 0
         for output in event.outputs:
-            request = self.in_flight.get(output.request_id)
-            if request is None:  # aborted while the output was on its way
+            stream = self.in_flight.get(output.request_id)
+            if stream is None:  # aborted while the output was in the socket
                 continue
-            request.token_ids += output.token_ids
-            request.stream.push(output)
+            stream.push(output)
             if output.finish_reason is not None:
                 self._remove(output.request_id)
 
-    def die(self, error: JaxserveError) -> None:
-        """The engine is gone: fails the requests on board. Only the first error counts."""
+    def fail(self, error: JaxserveError) -> None:
+        """Marks the engine as dead and fails its requests. Later calls have no effect."""
         if self.error is not None:
             return
         self.error = error
-        self.died.set()
+        self.failed.set()
         if self._sender is not None:
             self._sender.close()
             self._sender = None
         if not self.ready.done():
             self.ready.set_exception(error)
-            self.ready.exception()  # nobody has to wait for it
+            self.ready.exception()  # marks it as retrieved: there may be no waiter
         self.stats = msgspec.structs.replace(self.stats, num_running=0, num_waiting=0, kv_usage=0.0)
-        for request_id, request in list(self.in_flight.items()):
-            request.stream.fail(EngineDeadError(str(error)))
+        for request_id, stream in list(self.in_flight.items()):
+            stream.fail(EngineDeadError(str(error)))
             self._remove(request_id)
 
     def check_health(self, *, stuck_after_s: float) -> None:
-        """Raises EngineDeadError if it is dead, or was not heard for so long.
+        """Raises EngineDeadError if the engine is dead, or has sent nothing for too long.
 
-        An idle engine says every second that it is there, so a silent one is stuck even if the
-        clients of its requests have all given up.
+        An idle engine sends a heartbeat every second, so a silent one is stuck even if no request
+        is in flight.
         """
         if self.error is not None:
             raise EngineDeadError(str(self.error))
-        silent_s = time.monotonic() - self._heard_s
+        silent_s = time.monotonic() - self._last_event_s
         if self.ready.done() and silent_s > stuck_after_s:
             raise EngineDeadError(
-                f"engine {self.process.engine} (pid {self.process.pid}) is stuck: it was not heard "
-                f"for {silent_s:.0f} s; requests on board: {len(self.in_flight)}"
+                f"engine {self.process.engine} (pid {self.process.pid}) is stuck: it has sent "
+                f"nothing for {silent_s:.0f} s; requests in flight: {len(self.in_flight)}"
             )
 
     async def stop(self, error: JaxserveError, *, timeout_s: float) -> None:
-        """Fails the requests on board and ends the process, politely if it serves."""
+        """Fails the requests in flight and ends the process.
+
+        An engine that can serve gets a `Shutdown` and ``timeout_s`` seconds to exit.
+        """
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.send(Shutdown())
-        self.die(error)
+        self.fail(error)
         await self.process.stop(timeout_s=timeout_s if sender is not None else 0)
         if sender is not None:
             sender.close()
 
     def _remove(self, request_id: str) -> None:
         del self.in_flight[request_id]
-        self._departed.set()
+        self._request_ended.set()

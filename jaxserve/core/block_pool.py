@@ -1,28 +1,29 @@
-"""Who holds which block of the KV cache."""
+"""Reference counts and the free list of KV cache blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 NULL_BLOCK = 0
-"""Never handed out: padding may point at it."""
+"""Reserved: no request ever holds it, so padding may write to it."""
 
 _NOT_FREE = -1
 
 
 class BlockPool:
-    """Reference counts and the free list of ``num_blocks`` blocks, of which block 0 is reserved.
+    """Hands out ``num_blocks`` blocks, of which block 0 is reserved.
 
-    Free blocks form a ring of links with block 0 as its sentinel, so taking the first, appending
-    and unlinking from the middle are O(1) and need no case for an empty list. The list is ordered
-    by last use: blocks are taken from the front, and go to the back when their last holder lets go.
+    Free blocks form a doubly linked ring with block 0 as the sentinel, so taking the first block,
+    appending one and unlinking one from the middle are O(1), and the empty list needs no special
+    case. The list is ordered by last use: `take` removes blocks from the front, and a block whose
+    reference count drops to 0 is appended at the back.
 
-    Invariants (`check_integrity`): a block is in the list exactly once if its reference count is
-    0, and not at all otherwise.
+    Invariant (see `check_integrity`): a block is in the free list exactly once if its reference
+    count is 0, and not at all otherwise.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        assert num_blocks >= 2, f"a pool needs block 0 and one more, got {num_blocks} blocks"
+        assert num_blocks >= 2, f"a pool needs at least 2 blocks, got {num_blocks}"
         self._num_blocks = num_blocks
         self._num_free = num_blocks - 1
         self._num_references = [0] * num_blocks
@@ -31,18 +32,26 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Number of blocks that no request holds."""
         return self._num_free
 
     @property
+    def num_used(self) -> int:
+        """Number of blocks that at least one request holds."""
+        return self._num_blocks - 1 - self._num_free
+
+    @property
     def usage(self) -> float:
-        """The held part of the blocks that can be handed out, 0 to 1."""
+        """Used blocks as a fraction of all blocks but block 0, 0 to 1."""
         return 1 - self._num_free / (self._num_blocks - 1)
 
     def take(self, count: int) -> list[int]:
-        """The ``count`` least recently used free blocks, each now held once."""
+        """Removes the ``count`` least recently used blocks from the free list.
+
+        Each block starts with a reference count of 1. ``count`` must not exceed ``num_free``.
+        """
         assert 0 <= count <= self._num_free, f"{count} blocks wanted, {self._num_free} are free"
-        taken = []
+        taken: list[int] = []
         for _ in range(count):
             block_id = self._next[NULL_BLOCK]
             self._unlink(block_id)
@@ -51,27 +60,27 @@ class BlockPool:
         return taken
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Adds a holder to each block, held or free."""
+        """Adds a reference to each block, used or free."""
         for block_id in block_ids:
             if self._num_references[block_id] == 0:
                 self._unlink(block_id)
             self._num_references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Removes a holder from each block of a block table.
+        """Removes a reference from each block of a block table.
 
-        Last block first, so that of a chain whose beginning others may want again, the end is
-        handed out first.
+        The last block goes first, so the end of a sequence is reused before its beginning, which
+        other requests are more likely to share.
         """
         for block_id in reversed(block_ids):
-            assert self._num_references[block_id] > 0, f"block {block_id} is free already"
+            assert self._num_references[block_id] > 0, f"block {block_id} is already free"
             self._num_references[block_id] -= 1
             if self._num_references[block_id] == 0:
                 self._append(block_id)
 
     def free_block_ids(self) -> list[int]:
-        """The free blocks in the order in which they would be taken."""
-        block_ids = []
+        """Returns the free blocks in the order in which `take` would return them."""
+        block_ids: list[int] = []
         block_id = self._next[NULL_BLOCK]
         while block_id != NULL_BLOCK:
             block_ids.append(block_id)
@@ -79,7 +88,7 @@ class BlockPool:
         return block_ids
 
     def check_integrity(self) -> None:
-        """Asserts the invariants of the pool. For tests: it looks at every block."""
+        """Asserts the invariants of the pool. For tests: visits every block."""
         free = self.free_block_ids()
         assert len(free) == self._num_free, f"{len(free)} blocks linked, {self._num_free} counted"
         assert NULL_BLOCK not in free
@@ -91,8 +100,8 @@ class BlockPool:
         for left, right in zip(chain, chain[1:], strict=False):
             assert self._next[left] == right, f"next of {left} is {self._next[left]}, not {right}"
             assert self._previous[right] == left, f"previous of {right} is not {left}"
-        held = set(range(1, self._num_blocks)) - unreferenced
-        assert all(self._next[b] == self._previous[b] == _NOT_FREE for b in held)
+        used = set(range(1, self._num_blocks)) - unreferenced
+        assert all(self._next[b] == self._previous[b] == _NOT_FREE for b in used)
 
     def _unlink(self, block_id: int) -> None:
         before, after = self._previous[block_id], self._next[block_id]

@@ -1,4 +1,4 @@
-"""The block tables of the requests."""
+"""Assigns blocks of the KV cache to requests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxserve.core.request import Request
 
 
 class KVCacheManager:
-    """Grows and frees block tables, `Request.block_ids`, out of a pool.
+    """Grows and frees block tables (`Request.block_ids`) from a pool.
 
-    Invariant: position ``p`` of a request is kept in block ``block_ids[p // block_size]``.
+    Invariant: position ``p`` of a request is stored in block ``block_ids[p // block_size]``.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -20,14 +20,14 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """The held part of the pool, 0 to 1."""
+        """Fraction of the pool that requests hold, 0 to 1."""
         return self._pool.usage
 
     def allocate(self, request: Request, num_tokens: int) -> Sequence[int] | None:
-        """Makes room for the first ``num_tokens`` tokens of a request.
+        """Extends the block table of a request to cover its first ``num_tokens`` positions.
 
-        Returns the blocks that its table grew by, which may be none, or None if they are not to be
-        had; then nothing has changed.
+        Returns the blocks that were appended, possibly none. Returns None, and changes nothing, if
+        the pool has too few free blocks.
         """
         num_blocks = -(-num_tokens // self._block_size)
         missing = num_blocks - len(request.block_ids)
@@ -40,6 +40,14 @@ class KVCacheManager:
         return new_block_ids
 
     def free(self, request: Request) -> None:
-        """Gives every block of a request back."""
+        """Returns all blocks of a request to the pool and empties its block table."""
         self._pool.release(request.block_ids)
         request.block_ids = []
+
+    def check_integrity(self, requests: Sequence[Request]) -> None:
+        """Asserts that the pool is sound and that ``requests`` hold exactly its used blocks."""
+        self._pool.check_integrity()
+        tables = [block_id for request in requests for block_id in request.block_ids]
+        assert len(tables) == len(set(tables)), "a block is in two tables"
+        assert not set(tables) & set(self._pool.free_block_ids()), "a block in a table is free"
+        assert len(tables) == self._pool.num_used, "a used block is in no table"

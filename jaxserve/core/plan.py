@@ -1,47 +1,92 @@
-"""What a step runs, what comes back, and who runs it: the seam between scheduler and runner."""
+"""What a step runs, what it returns, and who runs it: the seam between scheduler and runner."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from jaxserve.core.constraint import Constraint
-from jaxserve.ipc.messages import TokenLogprobs
+from jaxserve.ipc.messages import Decision, FinishReason, TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes that shape the device arrays and bound the scheduler.
+
+    Attributes:
+      max_model_len: tokens of one request, prompt and output together.
+      block_size: slots in a block of the KV cache.
+      num_blocks: blocks in the KV cache, with block 0, which no request ever holds.
+      max_num_seqs: requests that run at the same time; the number of rows.
+      max_num_batched_tokens: tokens in one step.
+      decisions: how the context and the KV cache were sized, and why, for people.
+    """
+
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    decisions: tuple[Decision, ...] = ()
+
+
+class Constraint(Protocol):
+    """Follows the output of one request and restricts the tokens that may come next: a grammar.
+
+    Methods never raise. An internal error ends the request that the constraint belongs to, and no
+    other.
+    """
+
+    def fill_mask(self, mask: Any) -> None:
+        """Writes the set of tokens that may come next.
+
+        Args:
+          mask: numpy u32[ceil(V / 32)], overwritten; token 32 w + b is bit b of word w. At least
+            one bit is set afterwards. All bits are set if the request ends whatever comes next.
+        """
+        ...
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        """Advances by the sampled token.
+
+        Returns None to continue, STOP if the output is complete with this token, and ERROR if the
+        request cannot continue.
+        """
+        ...
+
+
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request's part of a step: the tokens at positions ``[start, start + num_tokens)``.
+    """The tokens of one request in one step: positions ``[start, start + num_tokens)``.
 
         0 ........ start ................ start + num_tokens ......... tokens so far
         | computed | computed in this step | left for later steps      |
 
-    A msgspec struct, since one is made for every request in every step and they are cheap to make.
+    A msgspec struct, because every step creates one per request and structs are cheap to create.
 
     Attributes:
       request_id: the request.
-      row: its row in the per-request device arrays, in ``[0, max_num_seqs)``; its own from
-        admission to finish or preemption.
-      is_new: the request has just got this row: forget what the row held before.
-      start: position of the first token of the part.
-      num_tokens: length of the part, at least 1.
-      token_ids: the tokens of the part; empty when the one token is the one sampled last in this
-        row, which is on the device and perhaps not yet on the host.
-      block_offset: index in the row's block table of the first of ``new_block_ids``.
-      new_block_ids: blocks to append to the row's block table, in order.
-      samples: whether the part reaches the last known token, so that the step samples the token at
-        position ``start + num_tokens``.
+      row: the engine row of the request, in ``[0, max_num_seqs)``. A request keeps its row from
+        admission until it finishes or is preempted.
+      is_new: the request was admitted in this step: discard the previous contents of the row.
+      start: position of the first token.
+      num_tokens: number of tokens, at least 1.
+      token_ids: the token IDs at these positions. Empty if the only token is the one that this row
+        sampled last: the device has it, the host may not know it yet.
+      block_offset: index of the first of ``new_block_ids`` in the block table of the row.
+      new_block_ids: blocks to append to the block table of the row, in order.
+      samples: whether these tokens end with the last known one, so that the step samples the token
+        at position ``start + num_tokens``.
       params: the sampling parameters of the request; ``seed`` is set.
       eos_token_id: the end token that ``params.min_tokens`` holds back, or None.
-      num_prompt_tokens: tokens at positions below this came with the prompt; the rest is output.
-      constraint: what the sampled token must obey, or None.
-      known_token_ids: every token of the request that the host knows, prompt first. Read it while
-        the step is built, not later: it grows.
-      num_unknown_tokens: how many tokens after ``known_token_ids`` were sampled on the device
-        before this step and are not yet known to the host; 0 or 1.
+      num_prompt_tokens: positions below this hold the prompt; the rest is output.
+      known_token_ids: all tokens of the request that the host knows, prompt first. The scheduler
+        appends to this list after the step has started, so read it only while building the step.
+      num_unknown_tokens: tokens after ``known_token_ids`` that earlier steps sampled and the host
+        does not know yet; 0 or 1.
+      constraint: restricts the sampled token, or None.
     """
 
     request_id: str
@@ -62,8 +107,9 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_prompt_targets(self) -> int:
-        """How many tokens of the part are followed by one whose log probability, as a token of the
-        prompt, is asked for. They are the first ones of the part.
+        """Number of positions whose next token is a prompt token with requested logprobs.
+
+        These are the first positions of ``[start, start + num_tokens)``.
         """
         if self.params.prompt_logprobs is None:
             return 0
@@ -71,15 +117,21 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def pools(self) -> bool:
-        """Whether the sum of hidden states over the part is asked for, or the one of its end."""
+        """Whether the step returns a pooled hidden state for this request.
+
+        Mean pooling sums over every step of the prompt; last-token pooling needs only the last one.
+        """
         return self.params.pooling == "mean" or (self.params.pooling == "last" and self.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything that one step runs, in the order in which it is packed.
+    """Everything that one step runs.
 
-    Parts of one token come first (decode), longer ones after them.
+    Attributes:
+      step_id: steps are numbered from 0 in the order in which they run.
+      scheduled: the scheduled requests in packing order: first those with one token (decode), then
+        the longer ones.
     """
 
     step_id: int
@@ -88,43 +140,46 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step runs through the model."""
-        return sum(part.num_tokens for part in self.scheduled)
+        return sum(s.num_tokens for s in self.scheduled)
 
     @property
     def sampling(self) -> tuple[ScheduledRequest, ...]:
-        """The parts that sample a token, in packing order."""
-        return tuple(part for part in self.scheduled if part.samples)
+        """The scheduled requests that sample a token, in packing order."""
+        return tuple(s for s in self.scheduled if s.samples)
 
     @property
     def scoring(self) -> tuple[ScheduledRequest, ...]:
-        """The parts with `ScheduledRequest.num_prompt_targets`, in packing order."""
+        """The scheduled requests with ``num_prompt_targets`` > 0, in packing order."""
+        # Tests the parameter first: the property costs more, and few requests ask for it.
         return tuple(
-            part
-            for part in self.scheduled
-            if part.params.prompt_logprobs is not None and part.num_prompt_targets
+            s
+            for s in self.scheduled
+            if s.params.prompt_logprobs is not None and s.num_prompt_targets
         )
 
     @property
     def pooling(self) -> tuple[ScheduledRequest, ...]:
-        """The parts with `ScheduledRequest.pools`, in packing order."""
-        return tuple(
-            part for part in self.scheduled if part.params.pooling is not None and part.pools
-        )
+        """The scheduled requests with ``pools``, in packing order."""
+        return tuple(s for s in self.scheduled if s.params.pooling is not None and s.pools)
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a token that is sampled has to obey a constraint."""
-        return any(part.constraint is not None and part.samples for part in self.scheduled)
+        """Whether any sampled token has a constraint."""
+        return any(s.constraint is not None and s.samples for s in self.scheduled)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled, aligned with ``plan.sampling``.
+    """What a step computed.
 
-    ``logprobs`` has an entry per sampled token, None for the requests that did not ask; it is None
-    if none asked. ``prompt_logprobs`` is aligned with ``plan.scoring`` and has an entry for each of
-    the part's `ScheduledRequest.num_prompt_targets`. ``pooled`` is aligned with ``plan.pooling``
-    and has a vector for each part: of its last token, or the sum over its tokens.
+    Attributes:
+      token_ids: the sampled token IDs, aligned with ``plan.sampling``.
+      logprobs: one entry per sampled token, None for the requests that did not ask; None if no
+        request asked.
+      prompt_logprobs: aligned with ``plan.scoring``; one entry per position that
+        `ScheduledRequest.num_prompt_targets` counts.
+      pooled: aligned with ``plan.pooling``; the hidden state of the last token, or the sum of the
+        hidden states over the scheduled tokens.
     """
 
     token_ids: Sequence[int]
@@ -134,16 +189,18 @@ class StepResult:
 
 
 class StepHandle(Protocol):
-    """A step in flight.
+    """A step in flight: its forward pass has been started.
 
-    The forward pass runs. If the plan `is_constrained`, sampling waits for `sample`: what may be
-    sampled depends on tokens that the step before it samples, so that masks are filled when those
-    are known, while the forward pass runs.
+    Sampling has been started too, unless the plan `is_constrained`. The mask of a constraint
+    depends on the token that the previous step samples, so it is filled once that token is known,
+    while the forward pass runs.
     """
 
     def sample(self) -> None:
-        """Starts the sampling of a constrained plan. Call it once, when all results of earlier
-        steps have been taken in, and before the next step is executed.
+        """Starts the sampling of a constrained plan.
+
+        Call it exactly once, after the results of all earlier steps were applied to the scheduler
+        and before the next step is executed.
         """
         ...
 
@@ -153,7 +210,7 @@ class StepHandle(Protocol):
 
 
 class Runner(Protocol):
-    """Runs steps in the order in which they are given."""
+    """Runs steps in the order in which `execute` receives them."""
 
     @property
     def num_compilations(self) -> int:

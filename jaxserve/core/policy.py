@@ -1,8 +1,8 @@
-"""Who goes first. A policy is one function that says where a request stands.
+"""Scheduling policies. A policy is one function: the sort key of a request.
 
-The scheduler keeps the waiting and the running requests in the order of that key. It admits from
-the front of the waiting ones, and when blocks run out it preempts the last of the running ones. A
-key must not change while the request lives, and no two requests may have the same one.
+The scheduler keeps both the waiting and the running requests sorted by that key. It admits the
+first of the waiting requests, and when blocks run out it preempts the last of the running ones. A
+key must not change while the request lives, and no two requests may have equal keys.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from jaxserve.core.request import Request
 
 Policy = Callable[[Request], tuple[Any, ...]]
-"""The key of a request; lower goes first."""
+"""Returns the key of a request; the lowest key goes first."""
 
 
 def fcfs(request: Request) -> tuple[int]:
-    """First come, first served. A preempted request came before all that still wait."""
+    """First come, first served. A preempted request goes before all later arrivals."""
     return (request.order,)
 
 
 def priority(request: Request) -> tuple[int, float, int]:
-    """Lower ``priority`` first; first come, first served among equals."""
+    """Lowest ``priority`` first; first come, first served among equals."""
     return (request.priority, request.arrival_s, request.order)
 
 

@@ -1,4 +1,4 @@
-"""The host's state of one request."""
+"""The state of one request on the host, and the limits on its length."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jaxserve.core.constraint import Constraint
+from jaxserve.core.plan import Constraint
+from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Submit, TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
 
 class Status(enum.Enum):
-    """Where a request is. A preempted request is waiting again."""
+    """The stage of a request. A preempted request is waiting again."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -23,30 +24,40 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request, from its arrival to its end. Changed only by the scheduler.
+    """One request from arrival to finish. Only the scheduler changes it.
 
         | prompt ............ | output ........... | unknown |
         0              num_prompt_tokens    len(token_ids)   num_tokens
         | computed, or being computed by a step in flight | to do |
         0                                 num_computed_tokens
 
-    There is no prefill and no decode phase: ``num_computed_tokens`` catches up with
-    ``num_tokens``, and each time it does, a token is sampled.
+    There is no prefill phase and no decode phase: ``num_computed_tokens`` catches up with
+    ``num_tokens``, and every time it does, the step samples a token.
 
     Attributes:
-      order: arrivals are numbered; lower came earlier.
-      num_prompt_tokens: tokens below this position came with the prompt, the rest is output, also
-        output of an engine that died.
-      max_num_tokens: the request ends by length when it has this many tokens, prompt included.
-      token_ids: every token that the host knows, prompt first.
-      num_unknown_tokens: tokens after those that steps in flight are sampling.
-      row: its row in the per-request device arrays while it runs.
-      block_ids: its block table: blocks of the KV cache in the order of their positions.
-      scheduled_s: when it first ran.
-      constraint: what its output has to obey, or None.
-      prompt_logprobs: what is known of those that were asked for, from the first token of the
-        prompt on, whose entry is None; None if they were not asked for or have been handed over.
-      pooled: of a request with ``params.pooling``, the sum of hidden states so far.
+      id: unique among the requests of the engine.
+      params: the sampling parameters; ``seed`` is set.
+      eos_token_id: the end token, or None if no token ends the request without a stop reason.
+      priority: used by the priority policy; lowest first.
+      arrival_s: when the request reached the front, in seconds of `time.monotonic`.
+      order: number of the arrival at this engine; lower came earlier.
+      num_prompt_tokens: positions below this hold the prompt, the rest is output. Output that an
+        earlier engine generated before it died counts as output.
+      max_num_tokens: the request finishes by length when it has this many tokens, with the prompt.
+      token_ids: all tokens that the host knows, prompt first.
+      stop_token_ids: tokens that end the request with themselves as the stop reason.
+      status: waiting, running or finished.
+      num_computed_tokens: tokens whose keys and values are in the cache or being computed by a
+        step in flight.
+      num_unknown_tokens: tokens after ``token_ids`` that steps in flight are sampling.
+      row: the engine row while the request runs, else None.
+      block_ids: the block table: blocks of the KV cache in the order of their positions.
+      scheduled_s: when the request first ran, of the clock of ``arrival_s``.
+      constraint: restricts the output, or None.
+      prompt_logprobs: one entry per prompt token scored so far; entry 0 is None, since nothing
+        precedes the first token. None if not requested, or already returned.
+      pooled: with ``params.pooling``, the sum of the hidden states so far ("mean"), or the hidden
+        state of the last token ("last").
     """
 
     id: str
@@ -63,7 +74,7 @@ class Request:
     num_computed_tokens: int = 0
     num_unknown_tokens: int = 0
     row: int | None = None
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list[int])
     scheduled_s: float | None = None
     constraint: Constraint | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -78,10 +89,17 @@ class Request:
         context_length: int,
         constraint: Constraint | None = None,
     ) -> Request:
-        """The state of a request that has just arrived and that may grow to ``context_length``."""
+        """Creates the state of a request that has just arrived.
+
+        Args:
+          submit: the request, validated by the front.
+          order: see `Request`.
+          context_length: the most tokens that the request can have; see `context_length`.
+          constraint: restricts the output, or None.
+        """
         params = submit.params
         if submit.num_prior_tokens > 0 and params.prompt_logprobs is not None:
-            # They came with the first token.
+            # The earlier engine returned them with the first token.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         num_prompt_tokens = len(submit.prompt_token_ids) - submit.num_prior_tokens
         max_num_tokens = context_length
@@ -106,18 +124,20 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, with those that are known to the device only."""
+        """Tokens so far, with those that only the device knows."""
         return len(self.token_ids) + self.num_unknown_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens that the host knows."""
+        """Number of output tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     def append(self, token_id: int) -> tuple[FinishReason | None, int | None]:
-        """Takes a sampled token; returns why the request ends with it, if it does, and the stop id.
+        """Appends a sampled token.
 
-        An end token or stop id on the very last allowed token counts as a stop, not as length.
+        Returns the finish reason if the request ends with this token, else None, and the stop token
+        ID that ended it, else None. An end token or stop token at the very last allowed position
+        finishes with STOP, not LENGTH.
         """
         self.token_ids.append(token_id)
         if self.num_output_tokens >= self.params.min_tokens:
@@ -134,24 +154,24 @@ class Request:
         return None, None
 
     def add_prompt_logprobs(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
-        """Takes what a step found about the tokens after position ``start``.
+        """Adds the logprobs of the prompt tokens from position ``start + 1`` on.
 
-        After a preemption steps find again what is known already.
+        After a preemption, steps score prompt tokens again; entries that are known are skipped.
         """
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += entries[len(self.prompt_logprobs) - start - 1 :]
 
-    def hand_over_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """All of them, if they were asked for; they are not computed again."""
-        found, self.prompt_logprobs = self.prompt_logprobs, None
-        if found is not None:
+    def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Returns the requested prompt logprobs once, and stops asking steps for them."""
+        entries, self.prompt_logprobs = self.prompt_logprobs, None
+        if entries is not None:
             self.params = msgspec.structs.replace(self.params, prompt_logprobs=None)
-        return found
+        return entries
 
     def add_pooled(self, start: int, vector: Sequence[float]) -> None:
-        """Takes what a step computed for the tokens from position ``start`` on.
+        """Adds the pooled hidden states of a step that computed tokens from ``start`` on.
 
-        After a preemption steps begin with the first token again.
+        After a preemption, steps start again at position 0, which resets the sum.
         """
         if start == 0 or self.params.pooling == "last":
             self.pooled = vector
@@ -159,6 +179,67 @@ class Request:
             self.pooled = [a + b for a, b in zip(self.pooled, vector, strict=True)]
 
     def embedding(self) -> list[float]:
-        """The vector that the request asked for, when its prompt has been computed."""
+        """Returns the requested vector. The whole prompt must have been computed."""
         count = self.num_prompt_tokens if self.params.pooling == "mean" else 1
         return [value / count for value in self.pooled]
+
+
+def context_length(*, max_model_len: int, num_blocks: int, block_size: int) -> int:
+    """Returns the most tokens that one request can have, prompt and output together.
+
+    The KV cache is the limit if it is smaller than the context of the model.
+    """
+    return min(max_model_len, (num_blocks - 1) * block_size)
+
+
+def check_length(
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    *,
+    max_model_len: int,
+    num_blocks: int,
+    block_size: int,
+) -> None:
+    """Raises unless a request can run to its end on an otherwise empty engine.
+
+    The front and the engine share this function, so a client gets the same message from both.
+
+    Args:
+      num_prompt_tokens: tokens of the prompt.
+      max_tokens: requested output tokens, or None for the rest of the context; 0 if the request
+        generates none.
+      max_model_len, num_blocks, block_size: as in `messages.Ready`; ``num_blocks`` counts block 0.
+
+    Raises:
+      InvalidRequestError: the prompt is empty.
+      ContextLengthError: prompt and output do not fit the context, or the KV cache if that is
+        smaller. ``param`` is "prompt" if the prompt alone is too long, or leaves no room for the
+        first output token; else "max_tokens".
+    """
+    if num_prompt_tokens < 1:
+        raise InvalidRequestError("the prompt is empty; expected at least 1 token", param="prompt")
+    context = context_length(
+        max_model_len=max_model_len, num_blocks=num_blocks, block_size=block_size
+    )
+    limit = f"the maximum context length is {context} tokens"
+    if context < max_model_len:
+        limit += f" (the KV cache has {num_blocks - 1} blocks of {block_size} tokens)"
+    if max_tokens == 0:
+        if num_prompt_tokens > context:
+            raise ContextLengthError(
+                f"{limit}, but the prompt has {num_prompt_tokens} tokens", param="prompt"
+            )
+        return
+    if num_prompt_tokens + 1 > context:
+        raise ContextLengthError(
+            f"{limit}, but the prompt has {num_prompt_tokens} tokens, which leaves no room for "
+            f"the output; shorten the prompt to at most {context - 1} tokens",
+            param="prompt",
+        )
+    if max_tokens is not None and num_prompt_tokens + max_tokens > context:
+        raise ContextLengthError(
+            f"{limit}, but {num_prompt_tokens + max_tokens} were requested ({num_prompt_tokens} "
+            f"in the prompt, {max_tokens} for the output); shorten the prompt or ask for at most "
+            f"{context - num_prompt_tokens} tokens",
+            param="max_tokens",
+        )

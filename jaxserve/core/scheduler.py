@@ -1,4 +1,4 @@
-"""What the next step runs, and what becomes of its results."""
+"""Decides what the next step runs, and turns its result into outputs."""
 
 from __future__ import annotations
 
@@ -8,35 +8,33 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 from jaxserve.core.block_pool import BlockPool
-from jaxserve.core.constraint import Constraint
 from jaxserve.core.kv_cache_manager import KVCacheManager
-from jaxserve.core.limits import check_length, context_length
-from jaxserve.core.plan import StepPlan, StepResult
+from jaxserve.core.plan import Constraint, ScheduledRequest, StepPlan, StepResult
 from jaxserve.core.policy import POLICIES
-from jaxserve.core.request import Request, Status
+from jaxserve.core.request import Request, Status, check_length, context_length
 from jaxserve.core.step_draft import StepDraft
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.ipc.messages import FinishReason, RequestOutput, StepStats, Submit
+from jaxserve.ipc.messages import FinishReason, RequestOutput, StepStats, Submit, TokenLogprobs
 
 
 class Scheduler:
-    """Requests in, plans out, results in, outputs out.
+    """Queues requests, plans steps and applies their results.
 
-    `schedule` may be called again before the result of the step before is known. It then plans for
-    tokens that only the device knows, and a request may turn out to have ended with a step of its
-    own still in flight: that step's token is dropped when it arrives. Its row and blocks can be
-    given out at once all the same, since the device runs steps in order.
+    `schedule` may be called again before the result of the previous step is known. It then plans
+    for tokens that only the device knows, and a request may turn out to have ended while another of
+    its steps is in flight: the token of that step is dropped when it arrives. The row and the
+    blocks of the ended request can still be reused at once, since the device runs steps in order.
 
     Args:
-      max_num_seqs: requests that run at the same time, and rows.
+      max_num_seqs: requests that run at the same time; the number of rows.
       max_num_batched_tokens: tokens in one step; at least ``max_num_seqs``, so that every request
-        that has only one token to compute gets it in every step.
-      max_model_len: tokens of one request, prompt and answer together.
+        with only one token to compute gets it in every step.
+      max_model_len: tokens of one request, prompt and output together.
       num_blocks, block_size: the KV cache; block 0 is never used.
       policy: a name in `policy.POLICIES`.
 
     Raises:
-      ConfigError: there is no such policy.
+      ConfigError: the policy is unknown.
     """
 
     def __init__(
@@ -60,13 +58,15 @@ class Scheduler:
         }
         self._kv = KVCacheManager(BlockPool(num_blocks), block_size)
         self._key = POLICIES[policy]
-        # Both in the order of the policy. Rarely more than some thousands, and a list of so many
-        # pointers is moved in a microsecond, so inserting into it beats cleverer structures.
+        # Both are sorted by the key of the policy. They rarely hold more than a few thousand
+        # requests, and moving that many pointers takes a microsecond, so a list beats a heap.
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
+        self._num_rows = max_num_seqs
         self._free_rows = list(range(max_num_seqs))
-        self._under_way: dict[int, Sequence[Request]] = {}
+        # Step ID -> the requests of the plan, aligned with `StepPlan.scheduled`.
+        self._in_flight: dict[int, Sequence[Request]] = {}
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
         self._total_steps = 0
@@ -80,7 +80,7 @@ class Scheduler:
         return bool(self._requests)
 
     def stats(self) -> StepStats:
-        """Counts of requests, blocks and tokens; what only the engine knows is left at 0."""
+        """Returns counts of requests, blocks and tokens. `EngineCore.stats` adds the rest."""
         return StepStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -92,14 +92,14 @@ class Scheduler:
         )
 
     def add(self, submit: Submit, constraint: Constraint | None = None) -> None:
-        """Queues a request whose output has to obey ``constraint``.
+        """Queues a request, whose output obeys ``constraint`` if there is one.
 
         Raises:
-          InvalidRequestError: it can never run to its end, or its id is taken.
+          InvalidRequestError: the ID is in use, or the request can never run to its end.
         """
         if submit.request_id in self._requests:
             raise InvalidRequestError(
-                f"request id {submit.request_id!r} is in use by another request", param="request_id"
+                f"request ID {submit.request_id!r} is in use by another request", param="request_id"
             )
         num_prompt_tokens = len(submit.prompt_token_ids) - submit.num_prior_tokens
         check_length(num_prompt_tokens, submit.params.most_tokens, **self._sizes)
@@ -111,15 +111,15 @@ class Scheduler:
         )
         if len(request.token_ids) >= request.max_num_tokens:
             raise InvalidRequestError(
-                f"all of the {request.max_num_tokens - num_prompt_tokens} tokens that may be "
-                "generated have been generated already",
+                f"the request already has all of its {request.max_num_tokens - num_prompt_tokens} "
+                "tokens of output",
                 param="max_tokens",
             )
         self._requests[request.id] = request
         insort(self._waiting, request, key=self._key)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests without output and frees what they hold. Unknown ids are ignored."""
+        """Ends requests without output and frees their rows and blocks. Ignores unknown IDs."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -127,74 +127,83 @@ class Scheduler:
         self._drop_ended_from_running()
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plans the next step, or returns None if there is nothing that could run now.
+        """Plans the next step, or returns None if no request can run now.
 
         ``now`` is in seconds, of the clock that ``arrival_s`` is read from.
         """
         draft = StepDraft(self._max_num_batched_tokens)
         preempted = self._schedule_running(draft)
-        # What a preempted request gave back is for those that run, not for new ones.
+        # Blocks freed by preemption are for the running requests, not for new ones.
         if not preempted:
             self._admit(draft, now)
         if draft.is_empty:
             return None
         step_id = next(self._step_ids)
-        plan, self._under_way[step_id] = draft.finish(step_id)
+        plan, self._in_flight[step_id] = draft.finish(step_id)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Takes in the tokens that a step sampled; plans are updated in the order of their steps.
+        """Applies the result of a step. Call it once per plan, in the order of the steps.
 
-        Returns one output for each token of a request that is still alive, and for each request
-        that wants no tokens but a vector and has it.
+        Returns one output for each sampled token of a request that is still alive. A pooling
+        request has one output, with its vector and without tokens.
         """
-        drafted = list(zip(self._under_way.pop(plan.step_id), plan.scheduled, strict=True))
-        if result.prompt_logprobs:
-            scoring = [pair for pair in drafted if pair[1].num_prompt_targets]
-            for (request, part), entries in zip(scoring, result.prompt_logprobs, strict=True):
-                request.add_prompt_logprobs(part.start, entries)
-        if result.pooled:
-            pooling = [pair for pair in drafted if pair[1].pools]
-            for (request, part), vector in zip(pooling, result.pooled, strict=True):
-                request.add_pooled(part.start, vector)
-        requests = [request for request, part in drafted if part.samples]
+        drafted = list(zip(self._in_flight.pop(plan.step_id), plan.scheduled, strict=True))
+        _add_prompt_logprobs(drafted, result)
+        _add_pooled(drafted, result)
+        requests = [request for request, scheduled in drafted if scheduled.samples]
         assert len(requests) == len(result.token_ids)
-        outputs = []
-        logprobs = result.logprobs or itertools.repeat(None)
-        for request, token_id, token_logprobs in zip(
-            requests, result.token_ids, logprobs, strict=False
-        ):
+        logprobs = result.logprobs or [None] * len(requests)
+        outputs: list[RequestOutput] = []
+        for request, token_id, entry in zip(requests, result.token_ids, logprobs, strict=True):
             if request.status is Status.FINISHED:
                 continue
             request.num_unknown_tokens -= 1
             if request.params.pooling is not None:
                 outputs.append(self._finish_pooling(request))
-                continue
-            finish_reason, stop_reason = request.append(token_id)
-            prompt_logprobs = None
-            if request.num_output_tokens == 1:
-                self._total_prompt_tokens += request.num_prompt_tokens
-                prompt_logprobs = request.hand_over_prompt_logprobs()
-            outputs.append(
-                RequestOutput(
-                    request_id=request.id,
-                    token_ids=[token_id],
-                    finish_reason=finish_reason,
-                    stop_reason=stop_reason,
-                    logprobs=None if token_logprobs is None else [token_logprobs],
-                    scheduled_s=request.scheduled_s or 0.0,
-                    prompt_logprobs=prompt_logprobs,
-                )
-            )
-            if finish_reason is not None:
-                self._end(request)
+            else:
+                outputs.append(self._append(request, token_id, entry))
         self._drop_ended_from_running()
         self._total_steps += 1
         self._total_generation_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
 
+    def check_integrity(self) -> None:
+        """Asserts the invariants of rows, blocks and lists. For tests: visits every request."""
+        for requests in (self._waiting, self._running):
+            assert requests == sorted(requests, key=self._key), "requests are out of order"
+        assert all(r.status is Status.WAITING and r.row is None for r in self._waiting)
+        assert all(r.status is Status.RUNNING for r in self._running)
+        assert {r.id for r in self._waiting + self._running} == self._requests.keys()
+        assert not any(r.block_ids for r in self._waiting), "a waiting request holds blocks"
+        rows = [r.row for r in self._running if r.row is not None]
+        assert len(rows) == len(self._running), "a running request has no row"
+        assert sorted(rows + self._free_rows) == list(range(self._num_rows))
+        self._kv.check_integrity(self._running)
+
+    def _append(
+        self, request: Request, token_id: int, logprobs: TokenLogprobs | None
+    ) -> RequestOutput:
+        """Appends a sampled token, and ends the request if it is the last one."""
+        finish_reason, stop_reason = request.append(token_id)
+        prompt_logprobs = None
+        if request.num_output_tokens == 1:
+            self._total_prompt_tokens += request.num_prompt_tokens
+            prompt_logprobs = request.take_prompt_logprobs()
+        if finish_reason is not None:
+            self._end(request)
+        return RequestOutput(
+            request_id=request.id,
+            token_ids=[token_id],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            logprobs=None if logprobs is None else [logprobs],
+            scheduled_s=request.scheduled_s or 0.0,
+            prompt_logprobs=prompt_logprobs,
+        )
+
     def _finish_pooling(self, request: Request) -> RequestOutput:
-        """The only output of a request whose prompt has been computed; its token is dropped."""
+        """Ends a pooling request whose prompt has been computed; the sampled token is dropped."""
         self._total_prompt_tokens += request.num_prompt_tokens
         self._end(request)
         return RequestOutput(
@@ -206,13 +215,13 @@ class Scheduler:
         )
 
     def _schedule_running(self, draft: StepDraft) -> bool:
-        """Takes the running requests into the step; returns whether one had to be preempted.
+        """Adds the running requests to the step; returns whether one was preempted.
 
-        Those with one token to do go first, each of them in every step. Unfinished prompts share
-        what is left of the budget; their blocks were allocated when they were admitted.
+        Requests with one token to compute go first, and each of them runs in every step. Unfinished
+        prompts share the rest of the budget; their blocks were allocated at admission.
         """
         total_preemptions = self._total_preemptions
-        # Preemption shortens the list from its end, behind the request at hand or with it.
+        # Preemption pops `_running` from its end during this loop, at most up to this request.
         for request in self._running:
             if request.num_tokens - request.num_computed_tokens != 1 or _will_end(request):
                 continue
@@ -228,10 +237,13 @@ class Scheduler:
         return self._total_preemptions > total_preemptions
 
     def _allocate_or_preempt(self, request: Request) -> Sequence[int] | None:
-        """Room for the tokens of a running request, or None if it was preempted itself."""
+        """Allocates blocks for all tokens of a running request, preempting others if necessary.
+
+        Returns the new blocks, or None if the request itself was preempted.
+        """
         while (new_block_ids := self._kv.allocate(request, request.num_tokens)) is None:
             victim = self._running.pop()
-            self._give_up_place(victim)
+            self._release(victim)
             victim.status = Status.WAITING
             victim.num_computed_tokens = 0
             insort(self._waiting, victim, key=self._key)
@@ -241,14 +253,15 @@ class Scheduler:
         return new_block_ids
 
     def _admit(self, draft: StepDraft, now: float) -> None:
-        """Takes waiting requests into the step, in order, while budget, rows and blocks last."""
+        """Admits waiting requests to the step, in order, while budget, rows and blocks last."""
         while self._waiting and self._free_rows and draft.budget > 0:
             request = self._waiting[0]
             if request.num_unknown_tokens > 0:
-                # Preempted with a token in flight, which must be known to be computed again.
+                # Preempted while its last token is in flight. The token is an input of the next
+                # prefill, so it must be known first.
                 return
-            # All of its blocks at once: were it let in with less, the requests that run could
-            # take what its prompt still needs and throw it out half-way.
+            # Allocates all blocks at once. With fewer, running requests could take the blocks that
+            # the rest of the prompt needs, and preempt it halfway.
             new_block_ids = self._kv.allocate(request, request.num_tokens)
             if new_block_ids is None:
                 return
@@ -261,27 +274,47 @@ class Scheduler:
             draft.add(request, min(request.num_tokens, draft.budget), new_block_ids, is_new=True)
 
     def _end(self, request: Request) -> None:
+        """Ends a request. A running one stays in `_running` until `_drop_ended_from_running`."""
         if request.status is Status.WAITING:
             index = bisect_left(self._waiting, self._key(request), key=self._key)
             assert self._waiting[index] is request
             del self._waiting[index]
         else:
-            self._give_up_place(request)
+            self._release(request)
         request.status = Status.FINISHED
         del self._requests[request.id]
 
-    def _give_up_place(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
+        """Frees the row and the blocks of a running request."""
         assert request.row is not None
         heapq.heappush(self._free_rows, request.row)
         request.row = None
         self._kv.free(request)
 
     def _drop_ended_from_running(self) -> None:
-        # Once a step for all of them: removing them one by one would be quadratic.
+        # Once per step: removing ended requests one by one would be quadratic.
         if any(request.status is Status.FINISHED for request in self._running):
             self._running = [r for r in self._running if r.status is Status.RUNNING]
 
 
 def _will_end(request: Request) -> bool:
-    """Whether a token in flight is known to be the last one."""
+    """Whether the token in flight is certain to be the last one, by length."""
     return request.num_tokens >= request.max_num_tokens
+
+
+def _add_prompt_logprobs(
+    drafted: Sequence[tuple[Request, ScheduledRequest]], result: StepResult
+) -> None:
+    if not result.prompt_logprobs:
+        return
+    scoring = [pair for pair in drafted if pair[1].num_prompt_targets]
+    for (request, scheduled), entries in zip(scoring, result.prompt_logprobs, strict=True):
+        request.add_prompt_logprobs(scheduled.start, entries)
+
+
+def _add_pooled(drafted: Sequence[tuple[Request, ScheduledRequest]], result: StepResult) -> None:
+    if not result.pooled:
+        return
+    pooling = [pair for pair in drafted if pair[1].pools]
+    for (request, scheduled), vector in zip(pooling, result.pooled, strict=True):
+        request.add_pooled(scheduled.start, vector)

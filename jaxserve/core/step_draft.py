@@ -1,4 +1,4 @@
-"""A step while it is put together."""
+"""A step while the scheduler builds it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from jaxserve.core.request import Request
 
 
 class StepDraft:
-    """Collects the parts of a step, within a budget of tokens.
+    """Collects the scheduled requests of one step, within a budget of tokens.
 
-    Taking a part in moves its request on as if the step had run already: the device runs steps in
-    order, so the next one can be planned on top of it.
+    `add` advances the request as if the step had already run. The device runs steps in order, so
+    the next step can be planned before this one has ended.
+
+    Attributes:
+      budget: tokens that the step still has room for.
     """
 
     def __init__(self, budget: int) -> None:
@@ -22,6 +25,7 @@ class StepDraft:
 
     @property
     def is_empty(self) -> bool:
+        """Whether no request has been added."""
         return not self._one_token and not self._longer
 
     def add(
@@ -32,13 +36,16 @@ class StepDraft:
         *,
         is_new: bool = False,
     ) -> None:
-        """Takes the next ``num_tokens`` tokens of a request into the step."""
+        """Adds the next ``num_tokens`` tokens of a running request.
+
+        ``new_block_ids`` were just appended to its block table; ``is_new`` if it was just admitted.
+        """
         assert request.row is not None
         assert request.num_unknown_tokens <= 1, "at most two steps may be in flight"
         start = request.num_computed_tokens
         end = start + num_tokens
         samples = end == request.num_tokens
-        part = ScheduledRequest(
+        scheduled = ScheduledRequest(
             request_id=request.id,
             row=request.row,
             is_new=is_new,
@@ -58,10 +65,10 @@ class StepDraft:
         request.num_computed_tokens = end
         request.num_unknown_tokens += samples
         self.budget -= num_tokens
-        (self._one_token if num_tokens == 1 else self._longer).append((request, part))
+        (self._one_token if num_tokens == 1 else self._longer).append((request, scheduled))
 
     def finish(self, step_id: int) -> tuple[StepPlan, Sequence[Request]]:
-        """The plan, and the requests that its parts belong to."""
+        """Returns the plan, and the requests that ``plan.scheduled`` belongs to, aligned."""
         drafted = self._one_token + self._longer
-        plan = StepPlan(step_id, tuple(part for _, part in drafted))
+        plan = StepPlan(step_id, tuple(scheduled for _, scheduled in drafted))
         return plan, [request for request, _ in drafted]

@@ -1,39 +1,55 @@
-"""One turn of the engine: schedule, run, update."""
+"""The engine loop body: schedule a step, run it, apply its result.
+
+One `EngineCore.step` with two steps in flight:
+
+    Submit ──> Scheduler.add           the request waits; one with a grammar waits for that first
+    Scheduler.schedule ──> StepPlan    which tokens of which requests, new blocks, rows
+    Runner.execute(plan)               packs the plan, starts the forward pass, returns a handle
+    result() of the previous step      waits for its sampled token IDs
+    Scheduler.update ──> RequestOutput appends these tokens, ends requests, frees rows and blocks
+    handle.sample()                    constrained plans only: the masks depend on these tokens
+
+Sampled tokens stay on the device as the input of the next step. The host receives them one step
+later, so the device does not wait for the host. With depth 1, the host waits for each step before
+it plans the next one.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import msgspec
 
-from jaxserve.core.constraint import Constraint
-from jaxserve.core.plan import Runner, StepHandle, StepPlan
+from jaxserve.config import EngineConfig
+from jaxserve.core.plan import Constraint, Runner, Sizes, StepHandle, StepPlan
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.errors import InvalidRequestError
-from jaxserve.ipc.messages import FinishReason, RequestOutput, StepStats, Submit
+from jaxserve.ipc.messages import Decision, FinishReason, Ready, RequestOutput, StepStats, Submit
 from jaxserve.structured_output.compiling import Compile, CompilingRequests
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.005
-"""How long a step that has nothing else to do waits for a grammar before it looks around."""
+"""How long a step with nothing else to do waits for a grammar to compile."""
 
 
 class EngineCore:
     """Keeps up to ``depth`` steps of a scheduler in flight on a runner.
 
-    With depth 1 a step's tokens are taken in before the next step is planned. With depth 2 the
-    next step is already on the device when they are, so the device does not wait for the host.
+    With depth 1, the tokens of a step are applied before the next step is planned. With depth 2,
+    the next step is already on the device by then, so the device does not wait for the host.
 
-    One thread calls it. It has no clock: `step` is told the time.
+    One thread calls every method. There is no clock: `step` receives the time.
 
     Args:
-      scheduler, runner: what to run, and on what.
+      scheduler: plans the steps.
+      runner: runs them.
       depth: steps that may be in flight, 1 or 2.
-      compile_grammar: makes the constraints of requests with a grammar; None: grammars are not
-        obeyed.
+      compile_grammar: compiles the constraint of a request with a grammar. If None, grammars are
+        ignored.
     """
 
     def __init__(
@@ -48,7 +64,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
-        self._under_way: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._refused: list[RequestOutput] = []
         self._compiling = None if compile_grammar is None else CompilingRequests(compile_grammar)
         self._num_step_tokens = 0
@@ -56,32 +72,33 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._under_way or self._refused or self._scheduler.has_work or self._compiling)
+        return bool(self._in_flight or self._refused or self._scheduler.has_work or self._compiling)
 
     def add(self, submit: Submit) -> None:
-        """Queues a request. One that cannot be served ends with an error in the next `step`.
+        """Queues a request. If it cannot be served, the next `step` ends it with an error.
 
-        The front refuses such requests before they come here, with the reason.
+        The front validates requests and gives clients the reason, so this is a second line of
+        defence.
         """
         if submit.params.grammar is None or self._compiling is None:
             self._admit(submit, None)
         elif submit.request_id in self._compiling:
-            self._refuse(submit.request_id, "the id is in use by another request")
+            self._refuse(submit.request_id, "the request ID is in use by another request")
         else:
             self._compiling.add(submit)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests without further output. Unknown ids are ignored."""
+        """Ends requests without further output. Ignores unknown IDs."""
         ids = list(request_ids)
         self._scheduler.abort(ids)
         if self._compiling is not None:
             self._compiling.abort(ids)
 
     def step(self, now: float) -> list[RequestOutput]:
-        """Starts the next step if there is one, then waits for the oldest one if it must.
+        """Starts the next step if there is one, then waits for the oldest step if necessary.
 
-        It must when ``depth`` steps are in flight or nothing more can be started. Otherwise it
-        returns at once, so that the caller can add what has arrived before it steps again.
+        It waits if ``depth`` steps are in flight or no other step can start. Otherwise it returns
+        at once, so that the caller can add new requests before the next call.
 
         Args:
           now: the time in seconds, of the clock that ``Submit.arrival_s`` is read from.
@@ -95,23 +112,23 @@ class EngineCore:
             self._admit_compiled(now)
         plan = self._scheduler.schedule(now)
         if plan is not None:
-            self._under_way.append((plan, self._runner.execute(plan)))
-        elif not self._under_way:
-            assert not self._scheduler.has_work, "there are requests and none of them can go on"
+            self._in_flight.append((plan, self._runner.execute(plan)))
+        elif not self._in_flight:
+            assert not self._scheduler.has_work, "there are requests, and none of them can run"
             if self._compiling and not self._refused:
                 self._compiling.wait(IDLE_WAIT_S)
-        if len(self._under_way) == 2:
+        if len(self._in_flight) == 2:
             outputs = self._finish_oldest()
         if plan is not None and plan.is_constrained:
-            # All tokens before this step's are known now, and its forward pass is in flight.
-            self._under_way[-1][1].sample()
-        if self._under_way and (plan is None or self._depth == 1):
+            # All earlier tokens are known now, and the forward pass of this step is running.
+            self._in_flight[-1][1].sample()
+        if self._in_flight and (plan is None or self._depth == 1):
             outputs = self._finish_oldest()
         refused, self._refused = self._refused, []
         return refused + outputs
 
     def _finish_oldest(self) -> list[RequestOutput]:
-        plan, handle = self._under_way.popleft()
+        plan, handle = self._in_flight.popleft()
         self._num_step_tokens = plan.num_tokens
         return self._scheduler.update(plan, handle.result())
 
@@ -129,13 +146,14 @@ class EngineCore:
         except InvalidRequestError as error:
             self._refuse(submit.request_id, str(error))
 
-    def _refuse(self, request_id: str, why: str) -> None:
-        logger.error("refused request %s: %s", request_id, why)
+    def _refuse(self, request_id: str, reason: str) -> None:
+        logger.error("refused request %s: %s", request_id, reason)
         self._refused.append(RequestOutput(request_id, [], finish_reason=FinishReason.ERROR))
 
     def stats(self) -> StepStats:
-        """The state after the last `step`. ``num_step_tokens`` is of the step that it waited for,
-        and 0 if it waited for none.
+        """Returns the state after the last `step`.
+
+        ``num_step_tokens`` belongs to the step that it waited for; 0 if it waited for none.
         """
         stats = self._scheduler.stats()
         return msgspec.structs.replace(
@@ -144,3 +162,62 @@ class EngineCore:
             total_compilations=self._runner.num_compilations,
             num_step_tokens=self._num_step_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """What an engine factory returns: an engine that can serve, and its resolved settings."""
+
+    core: EngineCore
+    ready: Ready
+
+
+def assemble(
+    config: EngineConfig,
+    engine: int,
+    runner: Runner,
+    sizes: Sizes,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    decisions: list[Decision],
+    compile_grammar: Compile | None = None,
+) -> BuiltEngine:
+    """Puts a scheduler in front of a runner. Every engine factory ends with this.
+
+    Args:
+      config: the policy, the depth and the limit of logprobs.
+      engine: index of the engine among the replicas.
+      runner: built for ``sizes``.
+      sizes: the resolved sizes.
+      vocab_size: token IDs are in ``[0, vocab_size)``.
+      hidden_size: length of the vectors of pooling requests.
+      decisions: what was resolved, with reasons, for people.
+      compile_grammar: see `EngineCore`.
+
+    Raises:
+      ConfigError: the scheduling policy is unknown.
+    """
+    scheduler = Scheduler(
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        policy=config.scheduler.policy,
+    )
+    ready = Ready(
+        engine=engine,
+        max_model_len=sizes.max_model_len,
+        vocab_size=vocab_size,
+        block_size=sizes.block_size,
+        num_blocks=sizes.num_blocks,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        decisions=decisions,
+        hidden_size=hidden_size,
+        max_logprobs=config.logprobs.limit(vocab_size),
+    )
+    depth = 2 if config.scheduler.async_scheduling else 1
+    core = EngineCore(scheduler, runner, depth=depth, compile_grammar=compile_grammar)
+    return BuiltEngine(core, ready)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -13,24 +12,18 @@ from flax import nnx
 
 from jaxserve.checkpoint.checkpoint import Checkpoint
 from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
-from jaxserve.config import (
-    GIB,
-    Decision,
-    Device,
-    EngineConfig,
-    Sizes,
-    resolve_dtype,
-    resolve_sizes,
-)
-from jaxserve.core.scheduler import Scheduler
-from jaxserve.engine.built import BuiltEngine
-from jaxserve.engine.core import EngineCore
-from jaxserve.engine.phase import Phase
-from jaxserve.ipc.messages import Progress, Ready
+from jaxserve.config import GIB, EngineConfig
+from jaxserve.core.plan import Sizes
+from jaxserve.device import Device
+from jaxserve.engine.core import BuiltEngine, assemble
+from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
+from jaxserve.engine.startup import Phase
+from jaxserve.ipc.messages import Decision, Progress
 from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import abstract_params, load_params
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
+from jaxserve.ops.attention import AttentionBackend
 from jaxserve.runner import kv_cache
 from jaxserve.runner.buckets import table_widths
 from jaxserve.runner.compilation_cache import keep_compiled_programs
@@ -46,36 +39,33 @@ def build(
     """Builds engine number ``engine``, ready to serve.
 
     Args:
-      config: what was asked for.
-      engine: its number among the replicas.
-      on_progress: is told what is going on, every few seconds at least; called from two threads,
-        one at a time.
+      config: the settings that the user asked for.
+      engine: index of the engine among the replicas.
+      on_progress: receives progress reports, every few seconds at least; called from two threads,
+        but never concurrently.
 
     Raises:
       CheckpointError: the model is missing, damaged or not supported.
       ConfigError: a setting is impossible for this model on this device.
     """
+    # The cache of compiled programs must be set up before anything compiles.
     kept = keep_compiled_programs(config.compile.compilation_cache_dir)
-    phase = functools.partial(Phase, engine, on_progress=on_progress)
     checkpoint = open_checkpoint(config.model.model)
     spec = read_spec(checkpoint.config)
     device = current_device()
     dtype, dtype_decision = resolve_dtype(config.model, device)
     cache_dtype = kv_cache.cache_dtype(dtype, device)
-    backend, why_backend = attention.select(
-        config.compile.attention_backend,
-        device,
-        attention.AttentionShape(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            block_size=config.cache.block_size,
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-        ),
-    )
-    loop, why_loop = _layer_loop(config.compile.layer_loop, spec, device)
+    backend, backend_reason = _attention_backend(config, spec, device, dtype, cache_dtype)
+    loop, loop_reason = _layer_loop(config.compile.layer_loop, spec, device)
+    decisions = [
+        Decision("model", checkpoint.name, f"{spec.architecture} from {checkpoint.path}"),
+        Decision("device", device.kind, f"the default of jax on {device.platform}"),
+        dtype_decision or Decision("dtype", dtype, "as asked"),
+        Decision("attention", backend.name, backend_reason),
+        Decision("layers", loop, loop_reason),
+    ]
 
+    phase = functools.partial(Phase, engine, on_progress=on_progress)
     with phase("load weights", "bytes") as loading:
         graphdef, params, source = _load(
             config.model.weights_cache, checkpoint, spec, dtype=dtype, loop=loop, phase=loading
@@ -95,36 +85,32 @@ def build(
     if config.compile.warmup:
         with phase("compile", "programs") as compiling:
             runner.warm_up(compiling.update)
-    decisions = [
-        Decision("model", checkpoint.name, f"{spec.architecture} from {checkpoint.path}"),
-        Decision("device", device.kind, f"the default of jax on {device.platform}"),
-        dtype_decision or Decision("dtype", dtype, "as asked"),
-        Decision("attention", backend.name, why_backend),
-        Decision("layers", loop, why_loop),
-        *source,
-        *sizes.decisions,
-        kept,
-    ]
-    ready = _ready(
-        engine,
-        spec,
-        sizes,
-        decisions,
-        num_compilations=runner.num_compilations,
-        max_logprobs=config.logprobs.limit(spec.vocab_size),
-    )
-    scheduler = Scheduler(
-        max_num_seqs=sizes.max_num_seqs,
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-        max_model_len=sizes.max_model_len,
-        num_blocks=sizes.num_blocks,
-        block_size=sizes.block_size,
-        policy=config.scheduler.policy,
-    )
-    depth = 2 if config.scheduler.async_scheduling else 1
     grammars = GrammarCompiler(functools.partial(_tokenizer, config, checkpoint), spec.vocab_size)
-    core = EngineCore(scheduler, runner, depth=depth, compile_grammar=grammars.start)
-    return BuiltEngine(core, ready)
+    return assemble(
+        config,
+        engine,
+        runner,
+        sizes,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        decisions=[*decisions, *source, *sizes.decisions, kept],
+        compile_grammar=grammars.start,
+    )
+
+
+def _attention_backend(
+    config: EngineConfig, spec: ModelSpec, device: Device, dtype: str, cache_dtype: str
+) -> tuple[AttentionBackend, str]:
+    """Returns the attention backend, and why it was chosen."""
+    shape = attention.AttentionShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=config.cache.block_size,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
+    return attention.select(config.compile.attention_backend, device, shape)
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
@@ -136,20 +122,20 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
 def _layer_loop(
     asked: Literal["auto", "scan", "unroll"], spec: ModelSpec, device: Device
 ) -> tuple[Literal["scan", "unroll"], str]:
-    """Whether to loop over the layers or to write them out, and why."""
+    """Returns whether to scan over the layers or to unroll them, and why."""
     if asked != "auto":
         return asked, "as asked"
     if device.platform != "cpu":
         return "unroll", "the whole step is one graph of kernels"
     if not spec.layers_are_alike:
         return "unroll", "the layers differ"
-    return "scan", "compiles many times faster than written-out layers"
+    return "scan", "compiles many times faster than unrolled layers"
 
 
 def _load(
     cache: str, checkpoint: Checkpoint, spec: ModelSpec, *, dtype: str, loop: Any, phase: Phase
 ) -> tuple[Any, Any, list[Decision]]:
-    """The model, its weights, and where they come from if there is a cache."""
+    """Returns the graph of the model, its weights, and a decision if there is a weights cache."""
 
     def on_bytes(done: int, total: int) -> None:
         phase.update(done, total, f"{done / phase.seconds / 1e9:.2f} GB/s")
@@ -161,23 +147,25 @@ def _load(
         return *convert(), []
     from jaxserve.checkpoint.orbax_cache import WeightsCache, entry_name  # slow to import
 
-    kept = WeightsCache(Path(cache).expanduser())
+    weights_cache = WeightsCache(Path(cache).expanduser())
     name = entry_name(checkpoint, dtype=dtype, loop=loop)
     graphdef, like = abstract_params(spec, dtype=dtype, loop=loop)
-    params = kept.restore(name, like)
+    params = weights_cache.restore(name, like)
     if params is not None:
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         on_bytes(total, total)
-        return graphdef, params, [Decision("weights", "restored", f"kept in {cache} before")]
+        restored = Decision("weights", "restored", f"kept in {cache} by an earlier start")
+        return graphdef, params, [restored]
     graphdef, params = convert()
-    kept.save(name, params)
+    weights_cache.save(name, params)
     return graphdef, params, [Decision("weights", "converted", f"not in {cache} yet")]
 
 
 def _allocate(
     config: EngineConfig, spec: ModelSpec, dtype: str, phase: Phase
 ) -> tuple[Sizes, kv_cache.KVCache]:
-    # Only now, since what is free for the cache is what the weights have left.
+    """Resolves the sizes and allocates the KV cache. The weights must be in place."""
+    # Reads the device again: the cache gets the memory that the weights have left.
     pool_part = config.cache.memory_fraction / config.cache.pool_fraction
     device = current_device(pool_part=pool_part)
     shape = {
@@ -195,28 +183,3 @@ def _allocate(
     kv = kv_cache.allocate(**shape, num_blocks=sizes.num_blocks, block_size=sizes.block_size)
     phase.update(total, total, f"{total / GIB:.2f} GiB in {dtype}")
     return sizes, kv
-
-
-def _ready(
-    engine: int,
-    spec: ModelSpec,
-    sizes: Sizes,
-    decisions: list[Decision],
-    *,
-    num_compilations: int,
-    max_logprobs: int,
-) -> Ready:
-    return Ready(
-        engine=engine,
-        pid=os.getpid(),
-        max_model_len=sizes.max_model_len,
-        vocab_size=spec.vocab_size,
-        block_size=sizes.block_size,
-        num_blocks=sizes.num_blocks,
-        max_num_seqs=sizes.max_num_seqs,
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-        decisions=[(decision.what, decision.value, decision.why) for decision in decisions],
-        num_compilations=num_compilations,
-        hidden_size=spec.hidden_size,
-        max_logprobs=max_logprobs,
-    )

@@ -1,14 +1,14 @@
 """An engine process: ``python -m jaxserve.engine.process``, started by `launcher.EngineProcess`.
 
-Three threads, so that sockets and encoding never hold up the device:
+Three threads, so that sockets and encoding never delay the device:
 
     input thread    receive, decode ──> inbox
     main thread     inbox ──> EngineCore.step ──> outbox          (jax lives here)
     output thread   outbox ──> encode, send
 
-The process leaves on `Shutdown`, and at once when its standard input ends, which is how it knows
-that the front is gone. Interrupts and polite kills are the front's business: a service manager
-sends them to every process, and the front may want to finish what is running.
+The process exits on `Shutdown`, and at once when its standard input ends, which means that the
+front is gone. It ignores SIGINT and SIGTERM: a terminal or a service manager sends them to every
+process of the group, but the front decides when its engines stop, after draining.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from jaxserve.engine.built import BuiltEngine
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import BuiltEngine, EngineCore
 from jaxserve.errors import JaxserveError
 from jaxserve.ipc.launch import FAILED_EXIT_CODE, Launch
 from jaxserve.ipc.messages import (
@@ -49,10 +48,10 @@ from jaxserve.ipc.messages import (
 from jaxserve.ipc.transport import EventSender, RequestReceiver
 
 HEARTBEAT_S = 1.0
-"""How often an idle engine says that it is there."""
+"""Interval between the heartbeats of an idle engine."""
 
 LINGER_S = 4.0
-"""How long the last events may take to reach the front."""
+"""How long the last events may take to reach the front at exit."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -61,7 +60,14 @@ Outbox: TypeAlias = "queue.SimpleQueue[EngineEvent | None]"
 
 
 class EngineLoop:
-    """The main loop: takes what the front asks for, steps, and says what came of it."""
+    """The main loop of an engine: receives requests, runs steps, sends outputs.
+
+    Args:
+      engine: index of the engine, for its events.
+      core: runs the requests.
+      inbox: the requests of the front.
+      send: called with each event, on the thread of `run`.
+    """
 
     def __init__(
         self, engine: int, core: EngineCore, inbox: Inbox, send: Callable[[EngineEvent], None]
@@ -73,27 +79,27 @@ class EngineLoop:
         self._sent_stats: StepStats | None = None
 
     def run(self) -> None:
-        """Returns on `Shutdown`; whatever a step raises is raised."""
+        """Runs until `Shutdown` arrives. Raises what a step raises."""
         while True:
             idle = not self._core.has_work
             request = self._wait() if idle else None
-            if not self._take(request):
+            if not self._handle_requests(request):
                 return
             outputs = self._core.step(time.monotonic()) if self._core.has_work else []
-            # Once more, so that the counts that the front balances by include what has just come.
-            if not self._take():
+            # Drain the inbox again: the front balances load by the counts that `_report` sends.
+            if not self._handle_requests():
                 return
             self._report(outputs, heartbeat=idle and request is None)
 
     def _wait(self) -> EngineRequest | None:
-        """The next request, or None if there is none for the time of a heartbeat."""
+        """Waits for a request; returns None if none arrives within a heartbeat interval."""
         try:
             return self._inbox.get(timeout=HEARTBEAT_S)
         except queue.Empty:
             return None
 
-    def _take(self, request: EngineRequest | None = None) -> bool:
-        """Acts on ``request`` and on all that wait, in the order they came; False: leave."""
+    def _handle_requests(self, request: EngineRequest | None = None) -> bool:
+        """Handles ``request`` and all queued ones in order; returns False on `Shutdown`."""
         while True:
             match request:
                 case Submit():
@@ -111,24 +117,24 @@ class EngineLoop:
         stats = self._core.stats()
         if outputs or heartbeat or stats != self._sent_stats:
             self._sent_stats = stats
-            self._send(StepOutputs(self._engine, time.monotonic(), outputs, stats))
+            self._send(StepOutputs(self._engine, outputs, stats))
 
 
 def main() -> int:
-    """Runs the engine that the first line of the standard input describes."""
-    # Also sets what happens when a terminal's Ctrl-C or `systemctl stop` reaches every process.
+    """Runs the engine described by the first line of the standard input; returns the exit code."""
+    # Ctrl-C in a terminal and `systemctl stop` reach every process; see the module docstring.
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     faulthandler.enable()
-    leave_with_parent()
+    exit_with_parent()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    _start_thread("parent", _leave_at_end_of_input)
+    _start_thread("parent", _exit_at_end_of_input)
     logging.basicConfig(format=f"%(levelname)s engine {launch.engine}: %(message)s")
     return serve(launch)
 
 
 def serve(launch: Launch) -> int:
-    """Runs an engine until it is told to leave or fails; returns the exit code."""
+    """Builds and runs an engine until `Shutdown` or a failure; returns the exit code."""
     context = zmq.Context()
     inbox: Inbox = queue.SimpleQueue()
     outbox: Outbox = queue.SimpleQueue()
@@ -138,7 +144,7 @@ def serve(launch: Launch) -> int:
     _start_thread("input", _receive_requests, receiver, inbox)
     try:
         built = load_factory(launch.factory)(launch.config, launch.engine, outbox.put)
-        # What was built lives as long as the process: the garbage collector need not look at it.
+        # Weights and programs live as long as the process: exempt them from garbage collection.
         gc.freeze()
         outbox.put(built.ready)
         EngineLoop(launch.engine, built.core, inbox, outbox.put).run()
@@ -149,18 +155,18 @@ def serve(launch: Launch) -> int:
     finally:
         outbox.put(None)
         output.join()
-        # Waits for the last events to leave, and ends the input thread.
+        # Waits until the last events are sent, and ends the input thread.
         context.term()
 
 
 def load_factory(name: str) -> Callable[..., BuiltEngine]:
-    """The function that ``module:function`` names."""
+    """Imports the engine factory that ``module:function`` names."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 
 
 def failure(engine: int, error: Exception) -> EngineFailed:
-    """What to tell the front about the exception that ends this engine."""
+    """Returns the event that reports an exception to the front."""
     is_user_error = isinstance(error, JaxserveError)
     kind = type(error).__name__
     return EngineFailed(
@@ -172,18 +178,17 @@ def failure(engine: int, error: Exception) -> EngineFailed:
     )
 
 
-def leave_with_parent() -> None:
-    """Has the kernel kill this process when the thread that started it ends (Linux only).
+def exit_with_parent() -> None:
+    """Asks the kernel to kill this process when the thread that started it ends (Linux only).
 
-    This works when this process is stopped, or stuck in code that keeps the interpreter to itself.
-    The end of the standard input covers all else: other systems, and a parent that died before this
-    call.
+    This works even if this process is stopped, or stuck in native code that holds the GIL. The end
+    of the standard input covers other systems, and a parent that died before this call.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _leave_at_end_of_input() -> None:
+def _exit_at_end_of_input() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(0)
@@ -201,7 +206,7 @@ def _send_events(outbox: Outbox, sender: EventSender) -> None:
 
 
 def _start_thread(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
-    """Starts a thread without which the engine would be deaf or dumb: its failure ends all."""
+    """Starts a daemon thread that the engine cannot do without: its failure ends the process."""
 
     def run() -> None:
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jaxserve.core.limits import check_length
+from jaxserve.core.request import check_length
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.metrics import RequestRecord
 from jaxserve.front.served_model import ServedModel

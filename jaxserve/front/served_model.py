@@ -15,7 +15,7 @@ from typing import Any
 from jaxserve import __version__
 from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
 from jaxserve.config import ModelConfig
-from jaxserve.core.limits import context_length
+from jaxserve.core.request import context_length
 from jaxserve.errors import ConfigError, UnknownModelError
 from jaxserve.front.generation_defaults import GenerationDefaults
 from jaxserve.ipc.messages import Ready

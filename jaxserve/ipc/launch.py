@@ -1,4 +1,4 @@
-"""The first line that an engine process reads: which engine it is and how to build it."""
+"""How the front starts an engine process: the first line of its standard input."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import msgspec
 
 from jaxserve.config import EngineConfig
 
+FACTORY = "jaxserve.engine.factory:build"
+"""The default engine factory, as ``module:function``."""
+
 FAILED_EXIT_CODE = 1
-"""The engine's exit code when it failed; it has sent `EngineFailed` if it still could."""
+"""Exit code of an engine that failed. It has sent `EngineFailed` before, if it still could."""
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What an engine process is told: one line of JSON, the first of its standard input."""
+    """Tells an engine process what it is: one line of JSON, the first of its standard input.
+
+    Attributes:
+      engine: index of the engine among the replicas.
+      factory: builds the engine, as ``module:function``; see `engine.factory.build`.
+      requests_address: the socket that the engine binds to receive requests.
+      events_address: the socket of the front that receives the events of all engines.
+      config: the settings of the engine.
+    """
 
     engine: int
     factory: str

@@ -5,8 +5,8 @@
     EventReceiver   <── events: StepOutputs ... ────  EventSender
      binds, one for all engines
 
-The engine's side blocks, one thread per socket; the front's side belongs to an asyncio loop. No
-queue has a limit: what is in flight is bounded by the requests that the front lets in.
+The sockets of the engine block and have one thread each. Those of the front belong to an asyncio
+loop. The queues have no limit of their own: the admission limit of the front bounds them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ logger = logging.getLogger(__name__)
 Message = TypeVar("Message")
 
 MAX_EVENTS = 64
-"""How many events the front takes in before it acts on them."""
+"""The most events that one `EventReceiver.receive` returns."""
 
 MAX_SOCKET_PATH = 107
-"""Bytes that a path in the address of a Unix socket can have (``sun_path`` less its end)."""
+"""The most bytes in the path of a Unix socket (``sun_path`` without its final zero)."""
 
 
 class SocketFolder:
-    """A new folder for the sockets of one front, closed to other users (mode 0700)."""
+    """A new folder for the sockets of one front, private to its user (mode 0700).
+
+    It is in the temporary folder, or in /tmp if the paths of the sockets would be too long there.
+    """
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix="jaxserve-")
@@ -54,37 +57,40 @@ class SocketFolder:
 
     @property
     def events(self) -> str:
-        """The address to which every engine sends."""
+        """The address that the front binds and every engine connects to."""
         return f"ipc://{self.path}/events"
 
     def requests(self, engine: int) -> str:
-        """The address at which one engine listens."""
+        """The address that one engine binds and the front connects to."""
         return f"ipc://{self.path}/requests-{engine}"
 
     def remove(self) -> None:
-        """Removes the folder and what is left in it. May be called again."""
+        """Removes the folder and its contents. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 class RequestSender:
-    """The front's way to one engine; to be closed when that is gone, or it tries to reconnect."""
+    """Sends requests from the front to one engine.
+
+    Close it when the engine is gone; otherwise the socket keeps trying to reconnect.
+    """
 
     def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
-        self._socket = zmq.Socket(context, zmq.PUSH)  # not an asyncio one: it never waits
+        self._socket = zmq.Socket(context, zmq.PUSH)  # a plain socket: sending never waits
         self._socket.set_hwm(0)
         self._socket.connect(address)
 
     def send(self, request: EngineRequest) -> None:
-        """Hands the request to the socket, which never makes the caller wait for the engine."""
+        """Queues a request. Never waits for the engine."""
         self._socket.send(encode(request))
 
     def close(self) -> None:
-        """Drops what the engine has not taken. May be called again."""
+        """Closes the socket and drops requests that the engine has not received. Idempotent."""
         self._socket.close(linger=0)
 
 
 class EventReceiver:
-    """Where the front hears from all of its engines."""
+    """Receives the events of all engines in the front."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
         self._socket = context.socket(zmq.PULL)
@@ -93,9 +99,9 @@ class EventReceiver:
         self._without_waiting = zmq.Socket.shadow(self._socket)  # the same socket
 
     async def receive(self) -> list[EngineEvent]:
-        """Waits for the next event, and returns all that have come, at most `MAX_EVENTS`.
+        """Waits for an event, and returns all that have arrived, at most `MAX_EVENTS`.
 
-        One that cannot be decoded is logged and left out.
+        Logs and skips events that cannot be decoded.
         """
         messages = [await self._socket.recv()]
         with contextlib.suppress(zmq.Again):
@@ -105,12 +111,12 @@ class EventReceiver:
         return [event for event in events if event is not None]
 
     def close(self) -> None:
-        """May be called again. No `receive` may be waiting."""
+        """Closes the socket. No `receive` may be waiting. Idempotent."""
         self._socket.close(linger=0)
 
 
 class RequestReceiver:
-    """Where an engine listens to the front. Belongs to one thread."""
+    """Receives requests in an engine. Belongs to one thread."""
 
     def __init__(self, context: zmq.Context, address: str) -> None:
         self._socket = context.socket(zmq.PULL)
@@ -118,9 +124,10 @@ class RequestReceiver:
         self._socket.bind(address)
 
     def receive(self) -> EngineRequest | None:
-        """Waits for the next request; None, and closed, once the context is being terminated.
+        """Waits for the next request.
 
-        A request that cannot be decoded is logged and left out.
+        Returns None, with the socket closed, when the context is being terminated. Logs and skips
+        requests that cannot be decoded.
         """
         while True:
             try:
@@ -133,12 +140,12 @@ class RequestReceiver:
                 return request
 
     def close(self) -> None:
-        """May be called again."""
+        """Closes the socket. Idempotent."""
         self._socket.close(linger=0)
 
 
 class EventSender:
-    """An engine's way to the front. Belongs to one thread."""
+    """Sends events from an engine to the front. Belongs to one thread."""
 
     def __init__(self, context: zmq.Context, address: str) -> None:
         self._socket = context.socket(zmq.PUSH)
@@ -146,11 +153,11 @@ class EventSender:
         self._socket.connect(address)
 
     def send(self, event: EngineEvent) -> None:
-        """Hands the event to the socket, which never makes the caller wait for the front."""
+        """Queues an event. Never waits for the front."""
         self._socket.send(encode(event))
 
     def close(self, *, linger_s: float) -> None:
-        """Closes; what was sent has ``linger_s`` seconds to leave, while the context ends."""
+        """Closes the socket. Events already queued have ``linger_s`` seconds to reach the front."""
         self._socket.close(linger=round(linger_s * 1000))
 
 

@@ -18,13 +18,14 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 from jaxserve import cli
-from jaxserve.client.engine_client import FACTORY, EngineClient
+from jaxserve.client.engine_client import EngineClient
 from jaxserve.config import EngineConfig
-from jaxserve.engine.progress_lines import ProgressLines
+from jaxserve.engine.startup import ProgressLines
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
+from jaxserve.ipc.launch import FACTORY
 from jaxserve.offline.batch_file import ResultFile
 from jaxserve.offline.batch_run import run_batch
 from jaxserve.openai.prompts import render_prompt

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 
-from jaxserve.config import Device
+from jaxserve.device import Device
 from jaxserve.errors import ConfigError
 
 

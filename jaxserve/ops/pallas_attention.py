@@ -9,7 +9,7 @@ import functools
 
 import jax
 
-from jaxserve.config import Device
+from jaxserve.device import Device
 from jaxserve.errors import ConfigError
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, AttentionShape, KVCache
 from pallas_kernels import limits, tuning

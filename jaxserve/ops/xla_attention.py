@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.config import Device
+from jaxserve.device import Device
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 
 # The score of a position that a query does not see. Finite: a query of which nothing has been seen

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxserve.config import Decision
+from jaxserve.ipc.messages import Decision
 
 
 def keep_compiled_programs(folder: str) -> Decision:

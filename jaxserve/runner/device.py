@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import psutil
 
-from jaxserve.config import Device
+from jaxserve.device import Device
 
 CPU_INFO = Path("/proc/cpuinfo")
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.config import Device
+from jaxserve.device import Device
 from jaxserve.ops.attention import KVCache
 
 

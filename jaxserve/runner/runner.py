@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import LogprobsMode, Sizes
-from jaxserve.core.plan import StepPlan
+from jaxserve.config import LogprobsMode
+from jaxserve.core.plan import Sizes, StepPlan
 from jaxserve.ops.attention import AttentionBackend, KVCache
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import Bucket, Buckets

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from jaxserve.core.constraint import Constraint
+from jaxserve.core.plan import Constraint
 from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import Submit
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from llguidance import LLMatcher
 
-from jaxserve.core.constraint import Constraint
+from jaxserve.core.plan import Constraint
 from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar

@@ -1,7 +1,6 @@
-"""A factory of engines without jax for measuring what is in front of them: their answers repeat the
-prompt, at a pace.
+"""An engine factory without jax for benchmarks of the front: completions repeat the prompt.
 
-``--engine-factory jaxserve.testing.echo_engine:at_40`` gives each request 40 tokens a second.
+``--engine-factory jaxserve.testing.echo_engine:at_40`` gives each request 40 tokens per second.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 
 from jaxserve.checkpoint.locate import open_tokenizer
 from jaxserve.config import EngineConfig
-from jaxserve.core.plan import Runner, StepPlan, StepResult
-from jaxserve.engine.built import BuiltEngine
+from jaxserve.core.plan import Runner, Sizes, StepPlan, StepResult
+from jaxserve.engine.core import BuiltEngine
 from jaxserve.ipc.messages import Progress
 from jaxserve.testing.fake_engine import build_around
 
@@ -26,9 +25,9 @@ def build(
     *,
     steps_per_s: float,
 ) -> BuiltEngine:
-    """Builds engine number ``engine``, for the vocabulary of the model's tokenizer."""
+    """Builds engine number ``engine`` with the vocabulary of the model's tokenizer."""
 
-    def make_runner(num_blocks: int, block_size: int) -> Runner:
+    def make_runner(sizes: Sizes) -> Runner:
         return EchoRunner(steps_per_s)
 
     vocab_size = open_tokenizer(config.model.model).vocab_size
@@ -40,7 +39,7 @@ at_160 = functools.partial(build, steps_per_s=160)
 
 
 class EchoRunner:
-    """Samples the tokens of the prompt, over and over, ``steps_per_s`` times a second."""
+    """Repeats the tokens of each prompt, with ``steps_per_s`` steps per second."""
 
     num_compilations = 0
 
@@ -49,28 +48,26 @@ class EchoRunner:
         self._last_s = 0.0
 
     def execute(self, plan: StepPlan) -> EchoStep:
-        """Starts a step, which ends one interval after the last one, if that is not over yet."""
+        """Starts a step that ends one interval after the previous one, or at once if it is late."""
         self._last_s = max(self._last_s + self._step_s, time.monotonic())
         tokens = [
-            part.known_token_ids[
-                (len(part.known_token_ids) + part.num_unknown_tokens) % part.num_prompt_tokens
-            ]
-            for part in plan.sampling
+            s.known_token_ids[(len(s.known_token_ids) + s.num_unknown_tokens) % s.num_prompt_tokens]
+            for s in plan.sampling
         ]
         return EchoStep(StepResult(tokens), self._last_s)
 
 
 @dataclass(frozen=True, slots=True)
 class EchoStep:
-    """A step whose result is known, and kept until ``ready_s``."""
+    """A step whose result is known, and withheld until ``ready_s``."""
 
     _result: StepResult
     _ready_s: float
 
     def sample(self) -> None:
-        """Nothing is left to do: an echo ignores constraints."""
+        """Does nothing: an echo ignores constraints."""
 
     def result(self) -> StepResult:
-        """Waits for the time."""
+        """Waits until the step is ready."""
         time.sleep(max(0.0, self._ready_s - time.monotonic()))
         return self._result

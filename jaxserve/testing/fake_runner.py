@@ -1,8 +1,8 @@
 """A runner without jax, whose tokens are arithmetic.
 
-The next token is a hash of everything before it. The tokens before it are read back through the
-block table from a cache that only plans have written to, so a scheduler that mixes up slots,
-tables, rows or positions changes the answer. `expected_tokens` says what the answer should be.
+The next token is a hash of all tokens before it. The runner reads those through the block table
+from a cache that only plans have written, so a scheduler that confuses slots, block tables, rows or
+positions changes the output. `expected_tokens` computes the right output.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
 POOLED_WIDTH = 8
-"""Of the vectors that a fake runner returns."""
+"""Length of the vectors that a fake runner returns for pooling requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """What a fake runner does.
+    """The behaviour of a fake runner.
 
     Attributes:
       vocab_size: tokens are in ``[0, vocab_size)``.
       step_s: seconds that a step takes.
-      eos_after: a request that has an end token samples it as this one of its output tokens,
-        counted from 1; None: only when the hash hits it.
+      eos_after: a request with an end token samples it as output token number ``eos_after``,
+        counted from 1. If None, it samples the end token only where the hash equals it.
       fail_on_step: this call of `FakeRunner.execute`, counted from 1, raises.
     """
 
@@ -43,12 +43,12 @@ class FakeModel:
 
     @classmethod
     def parse(cls, text: str) -> FakeModel:
-        """From ``fake:vocab=300,step_s=0.01,eos_after=5,fail_on_step=9``.
+        """Parses a model name like ``fake:vocab=300,step_s=0.01,eos_after=5,fail_on_step=9``.
 
-        Options may be left out; the name of any other model stands for a fake one without options.
+        Each option may be left out. Any other model name means a fake model without options.
 
         Raises:
-          ConfigError: an option is not one of these four, or its value is not a number.
+          ConfigError: an option is unknown, or its value is not a number.
         """
         name, _, rest = text.partition(":")
         if name != "fake":
@@ -74,12 +74,12 @@ class FakeModel:
 class FakeRunner:
     """Runs plans on the host, at once and in order, as a device with a queue would.
 
-    It asserts that every plan is sound: positions without gaps, slots within the row's own
-    blocks, no block written that another row reads, new rows declared, tokens as announced.
+    Asserts that every plan is sound: positions have no gaps, slots are in blocks of the row, no
+    written block is in another block table, new rows are declared, tokens are as announced.
 
     Args:
-      model: what it does.
-      num_blocks, block_size: its cache.
+      model: the behaviour.
+      num_blocks, block_size: the size of the cache.
       gate: if given, no step is ready before this event is set; for tests.
     """
 
@@ -101,104 +101,112 @@ class FakeRunner:
 
     @property
     def num_compilations(self) -> int:
-        """A fake compiles nothing."""
+        """Always 0."""
         return 0
 
     def execute(self, plan: StepPlan) -> FakeStep:
         """Runs a step.
 
         Raises:
-          RuntimeError: this is the step that was asked to fail.
+          RuntimeError: this is the step ``FakeModel.fail_on_step``.
         """
         if next(self._calls) == self._model.fail_on_step:
             raise RuntimeError("the fake runner was asked to fail on this step")
         assert plan.step_id > self._last_step_id, "steps run in order"
         self._last_step_id = plan.step_id
         self._check(plan)
-        rows = [self._place(part) for part in plan.scheduled]
+        rows = [self._place(scheduled) for scheduled in plan.scheduled]
         self._check_owners(plan, rows)
-        for row, part in zip(rows, plan.scheduled, strict=True):
-            self._write(row, part)
+        for row, scheduled in zip(rows, plan.scheduled, strict=True):
+            self._write(row, scheduled)
         tokens = []
-        for row, part in zip(rows, plan.scheduled, strict=True):
-            if part.samples:
-                row.last_token = self._sample(row, part)
+        for row, scheduled in zip(rows, plan.scheduled, strict=True):
+            if scheduled.samples:
+                row.last_token = self._sample(row, scheduled)
                 tokens.append(row.last_token)
-        params = [part.params for part in plan.sampling]
+        params = [scheduled.params for scheduled in plan.sampling]
         logprobs = None
         if any(p.logprobs is not None for p in params):
             pairs = zip(tokens, params, strict=True)
             logprobs = [fake_logprobs(t, p.logprobs, self._model.vocab_size) for t, p in pairs]
-        prompt_logprobs = [self._score(part) for part in plan.scoring]
-        # Each number is a count of tokens.
-        pooled = [[float(part.num_tokens)] * POOLED_WIDTH for part in plan.pooling]
+        prompt_logprobs = [self._score(scheduled) for scheduled in plan.scoring]
+        # Every element is the number of tokens.
+        pooled = [[float(scheduled.num_tokens)] * POOLED_WIDTH for scheduled in plan.pooling]
         result = StepResult(tokens, logprobs, prompt_logprobs, pooled)
         return FakeStep(result, self._gate, self._model.step_s)
 
-    def _score(self, part: ScheduledRequest) -> list[TokenLogprobs]:
-        start = part.start + 1
-        tokens = part.known_token_ids[start : start + part.num_prompt_targets]
-        k = part.params.prompt_logprobs
+    def _score(self, scheduled: ScheduledRequest) -> list[TokenLogprobs]:
+        start = scheduled.start + 1
+        tokens = scheduled.known_token_ids[start : start + scheduled.num_prompt_targets]
+        k = scheduled.params.prompt_logprobs
         entries = (fake_logprobs(token, k, self._model.vocab_size) for token in tokens)
         return [entry for entry in entries if entry is not None]
 
     def _check(self, plan: StepPlan) -> None:
-        parts = plan.scheduled
-        assert parts, "an empty step"
-        assert len({part.row for part in parts}) == len(parts), "two parts in one row"
-        assert len({part.request_id for part in parts}) == len(parts), "two parts of one request"
-        is_longer = [part.num_tokens > 1 for part in parts]
-        assert is_longer == sorted(is_longer), "parts of one token come first"
+        assert plan.scheduled, "an empty step"
+        rows = {s.row for s in plan.scheduled}
+        assert len(rows) == len(plan.scheduled), "two requests in one row"
+        ids = {s.request_id for s in plan.scheduled}
+        assert len(ids) == len(plan.scheduled), "a request is scheduled twice"
+        is_longer = [s.num_tokens > 1 for s in plan.scheduled]
+        assert is_longer == sorted(is_longer), "requests with one token come first"
 
-    def _place(self, part: ScheduledRequest) -> _Row:
-        """The row of a part, with the new blocks in its table."""
-        if part.is_new:
-            self._rows[part.row] = _Row(part.request_id, [], part.start)
-        row = self._rows[part.row]
-        assert row.request_id == part.request_id, "a row changed hands and was not declared new"
-        assert part.start == row.num_written, "a gap or an overlap in the positions"
-        assert part.block_offset == len(row.block_table), "a gap or an overlap in the block table"
-        assert all(0 < block < len(self._cache) for block in part.new_block_ids), "no such block"
-        row.block_table += part.new_block_ids
-        assert len(set(row.block_table)) == len(row.block_table), "a block twice in one table"
+    def _place(self, scheduled: ScheduledRequest) -> _Row:
+        """Returns the row of a scheduled request, with the new blocks in its block table."""
+        if scheduled.is_new:
+            self._rows[scheduled.row] = _Row(scheduled.request_id, [], scheduled.start)
+        row = self._rows[scheduled.row]
+        assert row.request_id == scheduled.request_id, "a row got another request without is_new"
+        assert scheduled.start == row.num_written, "a gap or an overlap in the positions"
+        offset, new_block_ids = scheduled.block_offset, scheduled.new_block_ids
+        assert offset == len(row.block_table), "a gap or an overlap in the block table"
+        assert all(0 < b < len(self._cache) for b in new_block_ids), "a block does not exist"
+        row.block_table += new_block_ids
+        assert len(set(row.block_table)) == len(row.block_table), "a block is twice in one table"
         return row
 
     def _check_owners(self, plan: StepPlan, rows: list[_Row]) -> None:
-        """A block that a part writes to may be in no other table; full ones may be shared."""
+        """Asserts that every written block is in one block table only; full ones may be shared."""
         holders = Counter(itertools.chain.from_iterable(row.block_table for row in rows))
-        for row, part in zip(rows, plan.scheduled, strict=True):
-            end = part.start + part.num_tokens
-            assert end <= len(row.block_table) * self._block_size, "a slot outside the row's blocks"
-            first, last = part.start // self._block_size, (end - 1) // self._block_size
+        for row, scheduled in zip(rows, plan.scheduled, strict=True):
+            end = scheduled.start + scheduled.num_tokens
+            assert end <= len(row.block_table) * self._block_size, (
+                "a slot is outside the blocks of the row"
+            )
+            first, last = scheduled.start // self._block_size, (end - 1) // self._block_size
             written = row.block_table[first : last + 1]
-            assert all(holders[block] == 1 for block in written), "a block is written and shared"
+            assert all(holders[block] == 1 for block in written), "a written block is shared"
 
-    def _write(self, row: _Row, part: ScheduledRequest) -> None:
-        end = part.start + part.num_tokens
-        if part.token_ids:
-            tokens = part.token_ids
-            assert list(tokens) == part.known_token_ids[part.start : end], "other tokens"
+    def _write(self, row: _Row, scheduled: ScheduledRequest) -> None:
+        end = scheduled.start + scheduled.num_tokens
+        if scheduled.token_ids:
+            tokens = scheduled.token_ids
+            assert list(tokens) == scheduled.known_token_ids[scheduled.start : end], (
+                "token IDs differ from the known ones"
+            )
         else:
             tokens = [row.last_token]
-            assert part.start == len(part.known_token_ids), "a token left out that is known"
-        assert len(tokens) == part.num_tokens
-        for position, token in enumerate(tokens, part.start):
+            assert scheduled.start == len(scheduled.known_token_ids), (
+                "token IDs are missing although known"
+            )
+        assert len(tokens) == scheduled.num_tokens
+        for position, token in enumerate(tokens, scheduled.start):
             block = row.block_table[position // self._block_size]
             self._cache[block][position % self._block_size] = token
         row.num_written = end
 
-    def _sample(self, row: _Row, part: ScheduledRequest) -> int:
+    def _sample(self, row: _Row, scheduled: ScheduledRequest) -> int:
         end = row.num_written
-        num_tokens = len(part.known_token_ids) + part.num_unknown_tokens
-        assert end == num_tokens, "only the last token can be sampled after"
+        num_tokens = len(scheduled.known_token_ids) + scheduled.num_unknown_tokens
+        assert end == num_tokens, "sampling must follow the last token"
         blocks = row.block_table[: -(-end // self._block_size)]
         context = array("q", itertools.chain.from_iterable(self._cache[b] for b in blocks))[:end]
         return _next_token(
             context,
-            part.params,
+            scheduled.params,
             self._model,
-            num_prompt_tokens=part.num_prompt_tokens,
-            eos_token_id=part.eos_token_id,
+            num_prompt_tokens=scheduled.num_prompt_tokens,
+            eos_token_id=scheduled.eos_token_id,
         )
 
 
@@ -212,17 +220,17 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class FakeStep:
-    """A step that has run already, and is said to be ready when its gate is open."""
+    """A step that has already run. Its result is withheld until the gate is set."""
 
     _result: StepResult
     _gate: threading.Event | None
     _step_s: float
 
     def sample(self) -> None:
-        """Nothing is left to do: a fake ignores constraints."""
+        """Does nothing: a fake ignores constraints."""
 
     def result(self) -> StepResult:
-        """Waits for the gate, then as long as a step takes."""
+        """Waits for the gate, then for the duration of a step."""
         if self._gate is not None:
             self._gate.wait()
         if self._step_s > 0:
@@ -238,7 +246,7 @@ def expected_tokens(
     context_length: int,
     eos_token_id: int | None = None,
 ) -> list[int]:
-    """The whole answer to a prompt, as it must be whatever else a fake runner runs."""
+    """Returns the whole output for a prompt, which must not depend on other requests."""
     tokens = array("q", prompt_token_ids)
     num_prompt = len(tokens)
     limit = context_length - num_prompt
@@ -256,7 +264,7 @@ def expected_tokens(
 
 
 def fake_logprobs(token_id: int, k: int | None, vocab_size: int) -> TokenLogprobs | None:
-    """What a fake runner returns with a token: it is the most likely one, those after it follow."""
+    """Returns the logprobs of a fake token: it is the most likely one, followed by the next IDs."""
     if k is None:
         return None
     ids = [token_id, *((token_id + i) % vocab_size for i in range(k))]
@@ -271,7 +279,7 @@ def _next_token(
     num_prompt_tokens: int,
     eos_token_id: int | None,
 ) -> int:
-    """A hash of all tokens so far, and of the seed where one counts."""
+    """Returns a hash of all tokens so far, and of the seed unless sampling is greedy."""
     if eos_token_id is not None and len(context) + 1 - num_prompt_tokens == model.eos_after:
         return eos_token_id
     seed = 0 if params.is_greedy else (params.seed or 0)

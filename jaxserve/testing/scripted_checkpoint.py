@@ -1,6 +1,6 @@
-"""Checkpoints that say what they are told to: the next token follows from the last one alone.
+"""Checkpoints with scripted output: the next token depends on the last one alone.
 
-They have no attention to speak of, so what depends on a KV cache cannot be tested with them.
+Their attention has no effect, so they cannot test the KV cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPM_EOS = SPM_SPECIAL_TOKENS["eos_token"]
 EOS_ID = 257
 FIRST_SPECIAL_ID = 260
 CONTENT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""The prompt of a chat ends with the content of its last message."""
+"""Renders a chat as the contents of its messages, so the prompt ends with the last one."""
 
 Scripts = Mapping[str, Sequence[str | bytes]]
 
@@ -45,21 +45,21 @@ def write_scripted(
     tokenizer_config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Path:
-    """Writes a checkpoint of 512 tokens.
+    """Writes a checkpoint with 512 tokens.
 
     Args:
-      folder: made if it does not exist.
-      scripts: name -> pieces, each a token of its own. A prompt that ends with ``<name>``, which is
-        one token, is answered with the pieces. After the last one it comes again and again, so a
-        script that is to end has `EOS` there (`SPM_EOS`). No token can be followed by two different
-        ones, in all scripts together: a text that occurs twice has to be cut differently.
-      spm: a tokenizer in the manner of sentencepiece, instead of a byte-level one.
-      special: more special tokens, which scripts can have as pieces. In a byte-level vocabulary
-        they have the ids from `FIRST_SPECIAL_ID` on.
+      folder: created if missing.
+      scripts: name -> pieces, each of which is one token. A prompt that ends with ``<name>``, which
+        is one token too, is followed by the pieces. The last piece repeats for ever, so a script
+        that ends needs `EOS` (or `SPM_EOS`) there. Over all scripts, a token has only one
+        successor: a string that occurs twice must be cut into different pieces.
+      spm: writes a sentencepiece tokenizer instead of a byte-level one.
+      special: further special tokens, which may be pieces. In a byte-level vocabulary their IDs
+        start at `FIRST_SPECIAL_ID`.
       sharpness: see `scripted_tensors`. With 1, sampling at temperature 1 follows the script.
-      config: keys to replace in config.json; None removes one.
+      config: keys to replace in config.json; None removes a key.
       tokenizer_config: likewise in tokenizer_config.json.
-      **options: of `write_checkpoint`.
+      **options: passed to `write_checkpoint`.
 
     Returns:
       ``folder``.
@@ -100,17 +100,17 @@ def write_scripted(
 
 
 def _successors(lines: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The token after each; the last of a line follows itself."""
+    """Maps each token to its successor; the last token of a line succeeds itself."""
     successors: dict[int, int] = {}
     for line in lines:
         for token, successor in zip(line, [*line[1:], line[-1]], strict=True):
             known = successors.setdefault(token, successor)
-            assert known == successor, f"after token {token} come both {known} and {successor}"
+            assert known == successor, f"token {token} has the successors {known} and {successor}"
     return successors
 
 
 def _name(piece: str | bytes, *, marks: Collection[str], spm: bool) -> str:
-    """What the vocabulary calls a piece."""
+    """Returns the name of a piece in the vocabulary."""
     if isinstance(piece, str) and (piece in marks or spm):
         return piece if piece in marks else piece.replace(" ", SPACE_MARK)
     if spm:

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, for tests of what is in front of engines."""
+"""An engine with scripted output, for tests of the front."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from jaxserve.errors import EngineDeadError
 from jaxserve.ipc.messages import (
+    Decision,
     FinishReason,
     Ready,
     RequestOutput,
@@ -18,41 +19,39 @@ from jaxserve.ipc.messages import (
 
 READY = Ready(
     engine=0,
-    pid=1,
     max_model_len=256,
     vocab_size=300,
     block_size=16,
     num_blocks=65,
     max_num_seqs=8,
     max_num_batched_tokens=256,
-    decisions=[("context", "256 tokens", "as scripted")],
-    num_compilations=0,
+    decisions=[Decision("context", "256 tokens", "as scripted")],
     hidden_size=4,
 )
 
 
 def embedding_of(token_ids: Sequence[int], pooling: str) -> list[float]:
-    """The vector of a prompt, of `READY.hidden_size` numbers."""
+    """Returns the vector of a prompt, of length `READY.hidden_size`."""
     return [float(sum(token_ids)), float(token_ids[-1]), float(len(token_ids)), float(len(pooling))]
 
 
 class ScriptedEngine:
-    """Implements `Engine`. It ends answers as a real engine does: end tokens, stop ids, length.
+    """Implements `Engine`. Requests end as on a real engine: end token, stop token IDs, length.
 
-    An answer with a grammar ends with the token before the end token. A vector is
-    `embedding_of` the prompt; it takes a step, as a token does.
+    A request with a grammar ends before the end token. A pooling request gets `embedding_of` its
+    prompt after one step.
 
     Args:
-      script: the tokens that follow a prompt; when they run out, token 0 follows for ever.
-      tokens_per_output: how many tokens come at a time.
-      ready: what it has settled on.
+      script: returns the output tokens for a request. After them, token 0 repeats for ever.
+      tokens_per_output: tokens in each output.
+      ready: the resolved settings.
 
     Attributes:
-      submitted: every request that has come.
-      aborted: ids of those that were closed before their end.
-      stall_after: an answer does not go on after so many tokens.
-      fail_after: an answer breaks off with an error after so many tokens.
-      error: if set, the engine is dead of it.
+      submitted: every request so far.
+      aborted: IDs of the requests that were closed before their end.
+      stall_after: output stops after this many tokens, until the request is aborted.
+      fail_after: requests fail with EngineDeadError after this many tokens.
+      error: if set, `generate` and `check_health` raise it.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class ScriptedEngine:
 
     @property
     def stats(self) -> dict[int, StepStats]:
-        """One engine, in which every request runs at once."""
+        """The state of one engine that runs every request at once."""
         return {0: StepStats(num_running=len(self._running))}
 
     def check_health(self) -> None:
@@ -93,13 +92,13 @@ class ScriptedEngine:
         self.check_health()
         self.submitted.append(request)
         request_id, params = request.request_id, request.params
-        told_to_end = self._running[request_id] = asyncio.Event()
-        tokens, reason, stop_reason = self._answer(request)
+        abort_event = self._running[request_id] = asyncio.Event()
+        tokens, reason, stop_reason = self._output(request)
         scheduled_s = time.monotonic()
         finished = False
         try:
             if params.pooling is not None:
-                if await self._is_told_to_end(0, told_to_end):
+                if await self._step_is_aborted(0, abort_event):
                     yield RequestOutput(request_id, [], FinishReason.ABORT)
                     return
                 finished = True
@@ -109,7 +108,7 @@ class ScriptedEngine:
                 )
                 return
             for start in range(0, len(tokens), self._tokens_per_output):
-                if await self._is_told_to_end(start, told_to_end):
+                if await self._step_is_aborted(start, abort_event):
                     yield RequestOutput(request_id, [], FinishReason.ABORT)
                     return
                 ids = tokens[start : start + self._tokens_per_output]
@@ -132,20 +131,20 @@ class ScriptedEngine:
             if not finished:
                 self.aborted.append(request_id)
 
-    async def _is_told_to_end(self, num_tokens: int, told: asyncio.Event) -> bool:
-        """Takes a step after ``num_tokens``, for ever if it is to stall there."""
+    async def _step_is_aborted(self, num_tokens: int, abort_event: asyncio.Event) -> bool:
+        """Waits for the step after ``num_tokens``; returns whether the request was aborted."""
         await asyncio.sleep(0)
         self._check_faults(num_tokens)
         if self.stall_after is not None and num_tokens >= self.stall_after:
-            await told.wait()
-        return told.is_set()
+            await abort_event.wait()
+        return abort_event.is_set()
 
     def _check_faults(self, num_tokens: int) -> None:
         self.check_health()
         if self.fail_after is not None and num_tokens >= self.fail_after:
             raise EngineDeadError("the engine was told to fail")
 
-    def _answer(self, submit: Submit) -> tuple[list[int], FinishReason, int | None]:
+    def _output(self, submit: Submit) -> tuple[list[int], FinishReason, int | None]:
         params = submit.params
         assert params.max_tokens is not None
         script = list(self._script(submit))
@@ -171,13 +170,13 @@ def _prompt_logprobs(submit: Submit) -> list[TokenLogprobs | None] | None:
 
 
 def logprobs_of(token_id: int, k: int) -> TokenLogprobs:
-    """Made-up values: the sampled token is the second of the ``k`` likeliest, ids going up.
+    """Returns fake logprobs: the ``k`` most likely IDs ascend, and the token is the second of them.
 
-    The likeliest but for these is impossible, so that minus infinity occurs.
+    With k > 2 the last of them has the log probability minus infinity.
     """
-    likeliest = [max(token_id - 1, 0) + i for i in range(k)]
+    most_likely = [max(token_id - 1, 0) + i for i in range(k)]
     values = [-0.5 - i for i in range(k)]
     if k > 2:
         values[-1] = float("-inf")
-    sampled = values[likeliest.index(token_id)] if token_id in likeliest else -9.0
-    return TokenLogprobs([token_id, *likeliest], [sampled, *values], 2)
+    sampled = values[most_likely.index(token_id)] if token_id in most_likely else -9.0
+    return TokenLogprobs([token_id, *most_likely], [sampled, *values], 2)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.config import Device
+from jaxserve.device import Device
 from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import build_model
 from jaxserve.models.spec import ModelSpec

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from gpu.models import BLOCK_SIZE, abstract_params, backend_for, random_params
-from jaxserve.config import Device, Sizes
-from jaxserve.core.plan import ScheduledRequest, StepPlan
+from jaxserve.core.plan import ScheduledRequest, Sizes, StepPlan
 from jaxserve.core.scheduler import Scheduler
+from jaxserve.device import Device
 from jaxserve.engine.core import EngineCore
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runner import kv_cache

@@ -13,17 +13,10 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.checkpoint.folder import INDEX, WEIGHTS
 from jaxserve.checkpoint.locate import open_checkpoint
-from jaxserve.config import (
-    GIB,
-    CacheConfig,
-    CompileConfig,
-    Device,
-    EngineConfig,
-    ModelConfig,
-    resolve_dtype,
-    resolve_sizes,
-)
+from jaxserve.config import GIB, CacheConfig, CompileConfig, EngineConfig, ModelConfig
+from jaxserve.device import Device
 from jaxserve.engine.factory import build
+from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.front.served_model import ModelFiles
 from jaxserve.models.hf_config import read_spec

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.client.engine_client import FACTORY
+from jaxserve.ipc.launch import FACTORY
 from jaxserve.offline.__main__ import INTERRUPTED, main
 from server.testing import flags
 

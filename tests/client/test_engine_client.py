@@ -1,7 +1,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 
 import psutil
 import pytest
@@ -9,7 +8,7 @@ import uvloop
 
 from jaxserve.client.engine_client import EngineClient
 from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
+from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.ipc.messages import FinishReason, Progress, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, expected_tokens
@@ -30,9 +29,14 @@ def engine_config(model="fake", *, num_engines=1, max_num_seqs=None):
 
 @pytest.fixture
 def engines():
-    """``engines()``: the processes that this test has started and that are still there."""
+    """``engines()``: the running processes that this test started, oldest first."""
     before = set(psutil.Process().children())
-    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+    def engines():
+        children = [child for child in psutil.Process().children() if child not in before]
+        return sorted(children, key=lambda child: child.pid)
+
+    return engines
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ async def start(engines):
 
 @pytest.fixture
 def factory(tmp_path, monkeypatch):
-    """Makes the name of a factory whose body is given."""
+    """Returns the name of a new factory with the given body."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def factory(body):
@@ -84,16 +88,16 @@ def expect(client, prompt, params):
 
 
 async def until(client, condition):
-    """Waits until ``condition()``, looking whenever an engine has said something."""
-    heard = asyncio.Event()
-    client.on_outputs = lambda _: heard.set()
+    """Waits until ``condition()``, checking it after every event of an engine."""
+    received = asyncio.Event()
+    client.on_outputs = lambda _: received.set()
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():
-            heard.clear()
-            await heard.wait()
+            received.clear()
+            await received.wait()
 
 
-def on_board(client):
+def requests_held(client):
     return [(s.num_running + s.num_waiting) for s in client.stats.values()]
 
 
@@ -142,7 +146,7 @@ async def test_concurrent_streams_are_each_right(start):
     totals = [stats.total_generation_tokens for stats in client.stats.values()]
     assert sum(totals) == sum(len(answer) for answer in answers)
     assert min(totals) > 0
-    assert on_board(client) == [0, 0]
+    assert requests_held(client) == [0, 0]
 
 
 async def test_outputs_say_how_a_request_ended(start):
@@ -164,12 +168,12 @@ async def test_requests_go_to_the_engine_with_the_smallest_score(start):
     client = await start(SLOW, num_engines=2, max_num_seqs=2)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(collect(client, request_id=f"r{i}")) for i in range(3)]
-        await until(client, lambda: sorted(on_board(client)) == [1, 2])
+        await until(client, lambda: sorted(requests_held(client)) == [1, 2])
         tasks += [group.create_task(collect(client, request_id="r3"))]
-        await until(client, lambda: on_board(client) == [2, 2])
+        await until(client, lambda: requests_held(client) == [2, 2])
         # Both are full: what comes now waits, and is spread evenly.
         tasks += [group.create_task(collect(client, request_id=f"r{i}")) for i in range(4, 10)]
-        await until(client, lambda: on_board(client) == [5, 5])
+        await until(client, lambda: requests_held(client) == [5, 5])
         assert {(s.num_running, s.num_waiting) for s in client.stats.values()} == {(2, 3)}
         for task in tasks:
             task.cancel()
@@ -198,8 +202,8 @@ async def test_leaving_a_stream_frees_what_it_held(start, how):
         with pytest.raises(asyncio.CancelledError):
             await task
     assert client.num_in_flight == 0
-    # An engine without work says so at once, not with the next heartbeat.
-    await until(client, lambda: on_board(client) == [0] and client.stats[0].kv_usage == 0)
+    # An engine that becomes idle reports it at once, not with the next heartbeat.
+    await until(client, lambda: requests_held(client) == [0] and client.stats[0].kv_usage == 0)
     assert client.stats[0].total_generation_tokens < ENDLESS.max_tokens
     params = SamplingParams(max_tokens=5, seed=3)
     assert await collect(client, params=params) == expect(client, (1, 2, 3), params)
@@ -232,12 +236,13 @@ async def test_an_id_in_use_is_refused(start):
     assert answer == expect(client, (1, 2, 3), params)
 
 
-async def test_a_killed_engine_fails_its_own_requests_only(start, caplog):
+async def test_a_killed_engine_fails_its_own_requests_only(start, engines, caplog):
     client = await start("fake:step_s=0.004", num_engines=2)
     params = SamplingParams(max_tokens=500, seed=4)
+    first, second = engines()
     streams = await start_streams(client, 4, params)
     assert is_healthy(client)
-    os.kill(client.engines[0].pid, signal.SIGKILL)
+    first.kill()
     results = await asyncio.gather(*streams, return_exceptions=True)
     dead = [r for r in results if isinstance(r, EngineDeadError)]
     assert len(dead) == 2
@@ -246,14 +251,14 @@ async def test_a_killed_engine_fails_its_own_requests_only(start, caplog):
     assert [r for r in results if r not in dead] == [expect(client, (1, 2, 3), params)] * 2
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         client.check_health()
-    assert "requests on board that fail: 2" in caplog.text
+    assert "failed requests in flight: 2" in caplog.text
     assert client.stats[0].num_running == 0
     # The other engine takes what comes.
     short = SamplingParams(max_tokens=5, seed=4)
     for _ in range(3):
         assert await collect(client, params=short) == expect(client, (1, 2, 3), short)
     last = asyncio.create_task(collect(client))
-    os.kill(client.engines[1].pid, signal.SIGKILL)
+    second.kill()
     with pytest.raises(EngineDeadError, match="engine 1"):
         await last
     with pytest.raises(EngineDeadError, match="SIGKILL"):
@@ -273,6 +278,13 @@ async def test_an_error_of_the_user_at_the_start_keeps_its_type(start, caplog):
     with pytest.raises(ConfigError, match="fake:bogus=1"):
         await start("fake:bogus=1", num_engines=2)
     assert "Traceback" not in caplog.text
+
+
+async def test_an_error_that_is_not_listed_arrives_as_its_base_class(factory):
+    body = "from jaxserve.errors import UnknownModelError\nraise UnknownModelError('m', ('a',))"
+    with pytest.raises(JaxserveError, match="Models served here: a") as caught:
+        await EngineClient.start(engine_config(), factory=factory(body))
+    assert type(caught.value) is JaxserveError
 
 
 @pytest.mark.parametrize(
@@ -334,34 +346,37 @@ async def test_progress_is_reported(start):
     assert [ready.engine for ready in client.engines.values()] == [0, 1]
 
 
-async def test_health_fails_while_requests_are_on_board_and_nothing_moves(start):
+async def test_health_fails_while_requests_are_in_flight_and_nothing_moves(start, engines):
     client = await start(SLOW, stuck_after_s=0.5)
-    pid = client.ready.pid
+    (engine,) = engines()
     (stream,) = await start_streams(client, 1)
-    os.kill(pid, signal.SIGSTOP)
+    engine.suspend()
     while is_healthy(client):
         await asyncio.sleep(0.01)
-    with pytest.raises(EngineDeadError, match=rf"engine 0 \(pid {pid}\) is stuck: .*on board: 1"):
+    with pytest.raises(
+        EngineDeadError, match=rf"engine 0 \(pid {engine.pid}\) is stuck: .*in flight: 1"
+    ):
         client.check_health()
-    os.kill(pid, signal.SIGCONT)
+    engine.resume()
     await until(client, lambda: is_healthy(client))
     stream.cancel()
 
 
-async def test_health_fails_when_an_engine_is_stuck_and_its_clients_have_given_up(start):
+async def test_health_fails_when_an_engine_is_stuck_and_its_clients_have_given_up(start, engines):
     client = await start(SLOW, stuck_after_s=0.5)
+    (engine,) = engines()
     stream = client.generate(Submit("a", [1], ENDLESS))
     await anext(stream)
-    os.kill(client.ready.pid, signal.SIGSTOP)
+    engine.suspend()
     await stream.aclose()
     assert client.num_in_flight == 0
     while is_healthy(client):
         await asyncio.sleep(0.01)
-    os.kill(client.ready.pid, signal.SIGCONT)
+    engine.resume()
     await until(client, lambda: is_healthy(client))
 
 
-async def test_a_request_that_cannot_be_sent_is_not_on_board(start):
+async def test_a_request_that_cannot_be_sent_is_not_in_flight(start):
     client = await start()
     stream = client.generate(Submit("a", [2**70], SamplingParams(seed=1)))
     with pytest.raises(OverflowError):
@@ -387,14 +402,14 @@ async def test_drain_aborts_what_takes_too_long(start):
         assert client.num_in_flight == 0
         rest = [output async for output in outputs]
     assert [output.finish_reason for output in rest] == [FinishReason.ABORT]
-    await until(client, lambda: on_board(client) == [0] and client.stats[0].kv_usage == 0)
+    await until(client, lambda: requests_held(client) == [0] and client.stats[0].kv_usage == 0)
 
 
-async def test_close_fails_what_is_on_board_and_leaves_nothing_behind(start, engines):
+async def test_close_fails_what_is_in_flight_and_leaves_nothing_behind(start, engines):
     client = await start(SLOW, num_engines=2)
     streams = await start_streams(client, 3)
     children = engines()
-    assert {child.pid for child in children} == {ready.pid for ready in client.engines.values()}
+    assert len(children) == 2
     folder = client._folder.path
     assert os.path.isdir(folder)
     await asyncio.gather(client.close(), client.close())

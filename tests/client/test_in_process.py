@@ -9,8 +9,7 @@ import pytest
 from jaxserve.client.in_process import InProcessEngine
 from jaxserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from jaxserve.core.scheduler import Scheduler
-from jaxserve.engine.built import BuiltEngine
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import BuiltEngine, EngineCore
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Progress, RequestOutput, Submit
 from jaxserve.sampling_params import SamplingParams
@@ -158,7 +157,7 @@ async def test_a_failing_step_fails_every_request(start) -> None:
         await read(generate(engine, [1], "later"))
 
 
-async def test_closing_fails_what_is_on_board(start) -> None:
+async def test_closing_fails_what_is_in_flight(start) -> None:
     engine = await start(config("fake:step_s=0.001"))
     reading = asyncio.create_task(read(generate(engine, [1], max_tokens=900)))
     async with asyncio.timeout(20):

@@ -96,13 +96,13 @@ async def test_wait_returns_the_exit_code(process):
 
 
 async def test_a_process_leaves_when_its_input_ends(process):
-    process.hang_up()
+    process.close_stdin()
     async with asyncio.timeout(20):
         assert await process.wait() == 0
 
 
 async def test_stop_kills_a_process_that_cannot_leave(process, monkeypatch):
-    monkeypatch.setattr(launcher, "HANG_UP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(launcher, "STDIN_CLOSED_TIMEOUT_S", 0.05)
     os.kill(process.pid, signal.SIGSTOP)
     assert await process.stop(timeout_s=0.05) == -signal.SIGKILL
 
@@ -116,6 +116,6 @@ async def test_cancelling_a_wait_leaves_the_others_alone(process):
     first, second = (asyncio.create_task(process.wait()) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
-    process.hang_up()
+    process.close_stdin()
     assert await second == 0
     assert first.cancelled()

@@ -45,7 +45,7 @@ def test_taking_too_much_or_releasing_twice_is_a_broken_invariant():
         pool.take(4)
     block_ids = pool.take(1)
     pool.release(block_ids)
-    with pytest.raises(AssertionError, match="is free already"):
+    with pytest.raises(AssertionError, match="is already free"):
         pool.release(block_ids)
 
 

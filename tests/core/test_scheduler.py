@@ -42,13 +42,13 @@ def add(scheduler, *request_ids, **options):
 
 
 def update(scheduler, plan, token=OTHER, **tokens):
-    """Takes in a step that sampled ``token`` everywhere but for the requests in ``tokens``."""
+    """Applies a step that sampled ``token`` for every request that is not in ``tokens``."""
     sampled = [tokens.get(part.request_id, token) for part in plan.sampling]
     return scheduler.update(plan, StepResult(sampled))
 
 
 def shape(plan):
-    """What a plan runs, as (request, start, number of tokens, samples)."""
+    """Summarises a plan as (request ID, start, number of tokens, samples)."""
     return [(p.request_id, p.start, p.num_tokens, p.samples) for p in plan.scheduled]
 
 
@@ -190,7 +190,7 @@ class TestAdmission:
         # One block for a's next token leaves 6 of the 7 that b needs.
         assert shape(plan) == [("a", 4, 1, True)]
 
-    def test_a_request_whose_chunks_are_under_way_keeps_its_blocks_from_others(self):
+    def test_a_request_whose_chunks_are_in_flight_keeps_its_blocks_from_others(self):
         scheduler = make_scheduler(num_blocks=8 + 1, max_num_batched_tokens=8)
         add(scheduler, "a", num_prompt_tokens=24)
         add(scheduler, "b", num_prompt_tokens=12)
@@ -268,7 +268,7 @@ class TestAdmission:
 
 class TestPreemption:
     def two_that_fill_the_pool(self, **sizes):
-        """a and b, 8 tokens each in 2 blocks of the 4 there are; both need a third one now."""
+        """Fills the 4 blocks with a and b, 8 tokens each; both need a third block next."""
         scheduler = make_scheduler(num_blocks=4 + 1, **sizes)
         add(scheduler, "a", "b", num_prompt_tokens=8)
         update(scheduler, scheduler.schedule(0.0), a=20, b=30)
@@ -363,7 +363,7 @@ class TestAbort:
         stats = scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
 
-    def test_a_step_under_way_is_dropped_even_if_the_id_is_used_again(self):
+    def test_a_step_in_flight_is_dropped_even_if_the_id_is_used_again(self):
         scheduler = make_scheduler()
         add(scheduler, "a", "b")
         plan = scheduler.schedule(0.0)
@@ -377,7 +377,7 @@ class TestAbort:
         assert [(o.request_id, o.token_ids) for o in outputs] == [("b", [50]), ("a", [40])]
 
 
-class TestTwoStepsUnderWay:
+class TestTwoStepsInFlight:
     def test_a_token_that_only_the_device_knows_is_planned_for_without_its_id(self):
         scheduler = make_scheduler()
         add(scheduler, "a")
@@ -408,7 +408,7 @@ class TestTwoStepsUnderWay:
         assert output.finish_reason == FinishReason.LENGTH
         assert not scheduler.has_work
 
-    def test_one_that_ended_with_a_step_under_way_makes_room_at_once(self):
+    def test_one_that_ended_with_a_step_in_flight_makes_room_at_once(self):
         scheduler = make_scheduler(max_num_seqs=1, num_blocks=2 + 1)
         add(scheduler, "a", num_prompt_tokens=3)
         add(scheduler, "b", num_prompt_tokens=7)
@@ -423,7 +423,7 @@ class TestTwoStepsUnderWay:
         assert [o.request_id for o in update(scheduler, third)] == ["b"]
         assert scheduler.stats().total_generation_tokens == 2
 
-    def test_a_token_under_way_still_reaches_a_request_that_was_preempted(self):
+    def test_a_token_in_flight_still_reaches_a_request_that_was_preempted(self):
         scheduler = make_scheduler(num_blocks=4 + 1)
         add(scheduler, "a", "b", num_prompt_tokens=8)
         first = scheduler.schedule(0.0)
@@ -449,7 +449,7 @@ class TestTwoStepsUnderWay:
         assert [o.finish_reason for o in outputs] == [None, FinishReason.STOP]
         assert scheduler.stats().num_waiting == 0
 
-    def test_an_abort_while_under_way_drops_what_comes(self):
+    def test_an_abort_while_in_flight_drops_what_comes(self):
         scheduler = make_scheduler()
         add(scheduler, "a", "b")
         first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
@@ -480,3 +480,24 @@ def test_usage_while_running():
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting) == (1, 1)
     assert stats.kv_usage == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda running: running[0].block_ids.pop(),
+        lambda running: running[0].block_ids.append(running[1].block_ids[0]),
+        lambda running: setattr(running[0], "row", 1),
+        lambda running: setattr(running[0], "row", None),
+        lambda running: running.reverse(),
+        lambda running: running.pop(),
+    ],
+)
+def test_check_integrity_notices_damage(damage):
+    scheduler = make_scheduler()
+    add(scheduler, "a", "b")
+    update(scheduler, scheduler.schedule(0.0))
+    scheduler.check_integrity()
+    damage(scheduler._running)
+    with pytest.raises(AssertionError):
+        scheduler.check_integrity()

@@ -44,7 +44,7 @@ def run_to_the_end(core):
 
 
 class ListedRunner:
-    """Samples token 5 everywhere and lists what it is told to do and to wait for."""
+    """Samples token 5 everywhere and records the calls to it and its steps."""
 
     num_compilations = 3
 
@@ -107,7 +107,7 @@ def test_depth_2_starts_the_next_step_before_it_waits():
     ]
 
 
-def test_what_arrives_while_a_step_is_under_way_joins_the_next_one():
+def test_what_arrives_while_a_step_is_in_flight_joins_the_next_one():
     core = make_core(2)
     core.add(submit("a"))
     assert core.step(0.0) == []
@@ -163,7 +163,7 @@ def test_a_refused_request_alone_is_work():
     assert core.step(1.0) == []
 
 
-def test_after_an_abort_the_step_under_way_is_still_waited_for():
+def test_after_an_abort_the_step_in_flight_is_still_waited_for():
     runner = ListedRunner()
     core = EngineCore(make_scheduler(), runner, depth=2)
     core.add(submit("a"))

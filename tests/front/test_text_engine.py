@@ -191,7 +191,7 @@ async def test_an_engine_that_dies_breaks_the_stream_and_later_ones_are_unharmed
         ([1, -1], {}, InvalidRequestError, "prompt", "[-1]"),
         ([1] * 256, {}, ContextLengthError, "prompt", "maximum context length is 256"),
         ([1] * 300, {"max_tokens": 3}, ContextLengthError, "prompt", "300 tokens"),
-        ([1] * 250, {"max_tokens": 7}, ContextLengthError, "max_tokens", "7 for the answer"),
+        ([1] * 250, {"max_tokens": 7}, ContextLengthError, "max_tokens", "7 for the output"),
         ([1], {"stop_token_ids": (300,)}, InvalidRequestError, "stop_token_ids", "300"),
         ([1], {"max_tokens": 10**12}, ContextLengthError, "max_tokens", "256"),
         ([1], {"min_tokens": 256}, InvalidRequestError, "min_tokens", "at most"),

@@ -37,13 +37,13 @@ OUTPUT = st.builds(
 STATS = st.builds(m.StepStats, num_running=st.integers(0, 1000), kv_usage=st.floats(0, 1))
 REQUEST = SUBMIT | st.builds(m.Abort, st.lists(st.text())) | st.just(m.Shutdown())
 EVENT = (
-    st.builds(m.StepOutputs, st.integers(0, 9), FINITE, st.lists(OUTPUT, max_size=3), STATS)
+    st.builds(m.StepOutputs, st.integers(0, 9), st.lists(OUTPUT, max_size=3), STATS)
     | st.builds(m.Progress, st.integers(0, 9), st.text(), FINITE, FINITE, st.text())
     | st.builds(m.EngineFailed, st.integers(0, 9), st.text(), st.text(), st.booleans())
     | st.builds(
         m.Ready,
-        *[st.integers(0, 10**6)] * 8,
-        st.lists(st.tuples(st.text(), st.text(), st.text()), max_size=3),
+        *[st.integers(0, 10**6)] * 7,
+        st.lists(st.builds(m.Decision, st.text(), st.text(), st.text()), max_size=3),
         st.integers(0, 100),
     )
 )
@@ -96,4 +96,4 @@ def test_finish_reasons_have_the_names_of_the_api() -> None:
 
 def test_a_step_of_many_requests_is_small() -> None:
     outputs = [m.RequestOutput(f"request-{i}", [12345]) for i in range(64)]
-    assert len(m.encode(m.StepOutputs(0, 1e6, outputs, m.StepStats()))) < 64 * 40
+    assert len(m.encode(m.StepOutputs(0, outputs, m.StepStats()))) < 64 * 40

@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from jaxserve.ipc.messages import (
     Abort,
+    Decision,
     EngineFailed,
     FinishReason,
     Progress,
@@ -42,10 +43,9 @@ REQUESTS = [
 ]
 EVENTS = [
     Progress(3, "load weights", 1.5, 2.0, "GB", "from disk", seconds=0.25),
-    Ready(3, 99, 2048, 1000, 16, 64, 8, 512, [("dtype", "float32", "a CPU")], 7),
+    Ready(3, 2048, 1000, 16, 64, 8, 512, [Decision("dtype", "float32", "a CPU")], 7),
     StepOutputs(
         3,
-        12.5,
         [
             RequestOutput("a", [5], logprobs=[TokenLogprobs([5, 6], [-0.1, -2.0], 1)]),
             RequestOutput("b", [8, 9], FinishReason.STOP, stop_reason=9, num_cached_tokens=16),
@@ -97,15 +97,15 @@ def test_addresses_fit_a_socket_even_if_the_temporary_folder_has_a_long_name(tmp
 
 
 async def test_every_message_passes_both_ways(folder):
-    heard = []
+    received = []
 
     def engine():
         with terminated(zmq.Context()) as context:
             receiver = RequestReceiver(context, folder.requests(3))
             sender = EventSender(context, folder.events)
             sender.send(EVENTS[0])  # so that the front knows that the engine listens
-            while not isinstance(heard[-1] if heard else None, Shutdown):
-                heard.append(receiver.receive())
+            while not isinstance(received[-1] if received else None, Shutdown):
+                received.append(receiver.receive())
             for event in EVENTS[1:]:
                 sender.send(event)
             receiver.close()
@@ -124,7 +124,7 @@ async def test_every_message_passes_both_ways(folder):
         receiver.close()
         sender.close()
     await asyncio.to_thread(thread.join)
-    assert heard == REQUESTS
+    assert received == REQUESTS
     assert events == EVENTS
 
 
@@ -140,9 +140,9 @@ async def test_the_front_takes_what_has_come_at_once():
         raw.connect(address)
         for event in events:
             raw.send(encode(event))
-        heard = [await receiver.receive() for _ in range(3)]
-        assert list(map(len, heard)) == [MAX_EVENTS, MAX_EVENTS, 1]
-        assert sum(heard, []) == events
+        received = [await receiver.receive() for _ in range(3)]
+        assert list(map(len, received)) == [MAX_EVENTS, MAX_EVENTS, 1]
+        assert sum(received, []) == events
         waiting = asyncio.create_task(receiver.receive())
         await asyncio.sleep(0)
         assert not waiting.done()

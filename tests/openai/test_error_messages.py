@@ -89,7 +89,7 @@ CASES: list[tuple[Any, dict[str, Any], str, str]] = [
     (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function", "it is missing"),
     (CHAT, {"tools": [{"type": "x", "function": {"name": "f"}}]}, "tools[0].type", "'function'"),
     (RESPONSE, {"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least"),
-    (RESPONSE, {"max_output_tokens": 10**6}, "max_output_tokens", "1000000 for the answer"),
+    (RESPONSE, {"max_output_tokens": 10**6}, "max_output_tokens", "1000000 for the output"),
     (RESPONSE, {"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
     (
         RESPONSE,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.config import Device
+from jaxserve.device import Device
 from jaxserve.ops.attention import BACKENDS, AttentionMeta, KVCache, load
 from jaxserve.testing.tolerance import rounding, unit
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.config import Device
+from jaxserve.device import Device
 from jaxserve.errors import ConfigError
 from jaxserve.ops.attention import AttentionShape, select
 

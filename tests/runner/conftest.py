@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.config import Sizes
+from jaxserve.core.plan import Sizes
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import RequestOutput, Submit

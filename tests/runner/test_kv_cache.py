@@ -1,7 +1,7 @@
 import jax
 import pytest
 
-from jaxserve.config import Device
+from jaxserve.device import Device
 from jaxserve.runner.kv_cache import allocate, bytes_per_token, cache_dtype
 
 

@@ -69,7 +69,7 @@ def test_steps_are_counted_once_and_heartbeats_are_not() -> None:
     text_engine = scripted_text_engine("he")
     for total, tokens in ((1, 30), (2, 1), (2, 1), (2, 0)):
         stats = StepStats(total_steps=total, num_step_tokens=tokens)
-        text_engine.metrics.step_done(StepOutputs(0, 0.0, [RequestOutput("a", [1])], stats))
+        text_engine.metrics.step_done(StepOutputs(0, [RequestOutput("a", [1])], stats))
     page = parse(render(text_engine, prefix="vllm"))
     assert page["vllm:iteration_tokens_total_count"][()] == 2
     assert page["vllm:iteration_tokens_total_sum"][()] == 31

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.locate import open_checkpoint
-from jaxserve.core.constraint import Constraint
+from jaxserve.core.plan import Constraint
 from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar, SamplingParams

@@ -31,10 +31,10 @@ def test_sizes_have_defaults_and_can_be_set():
 
 
 def test_it_says_how_far_it_is():
-    heard = []
-    built = build(EngineConfig(), 2, heard.append)
-    assert {progress.engine for progress in heard} == {2}
-    assert heard[-1].seconds is not None
+    received = []
+    built = build(EngineConfig(), 2, received.append)
+    assert {progress.engine for progress in received} == {2}
+    assert received[-1].seconds is not None
     assert built.ready.engine == 2
 
 

@@ -83,13 +83,13 @@ def test_what_another_row_wrote_into_a_block_changes_the_tokens():
     [
         ({"start": 2, "num_tokens": 2, "token_ids": [9, 10]}, "overlap in the positions"),
         ({"block_offset": 1}, "gap or an overlap in the block table"),
-        ({"new_block_ids": [1]}, "block twice"),
-        ({"new_block_ids": [0]}, "no such block"),
-        ({"new_block_ids": [10]}, "no such block"),
-        ({"request_id": "b"}, "changed hands"),
-        ({"token_ids": [99]}, "other tokens"),
-        ({"token_ids": []}, "left out that is known"),
-        ({"num_unknown_tokens": 1}, "only the last token"),
+        ({"new_block_ids": [1]}, "block is twice in one table"),
+        ({"new_block_ids": [0]}, "a block does not exist"),
+        ({"new_block_ids": [10]}, "a block does not exist"),
+        ({"request_id": "b"}, "without is_new"),
+        ({"token_ids": [99]}, "token IDs differ"),
+        ({"token_ids": []}, "token IDs are missing"),
+        ({"num_unknown_tokens": 1}, "must follow the last token"),
     ],
 )
 def test_unsound_plans_are_noticed(fields, message):
@@ -103,11 +103,11 @@ def test_unsound_plans_are_noticed(fields, message):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (make_part([7, 8], request_id="b", row=1), "written and shared"),
-        (make_part([7], row=1, new_block_ids=[3]), "two parts of one request"),
-        (make_part([7], request_id="b", new_block_ids=[3]), "two parts in one row"),
+        (make_part([7, 8], request_id="b", row=1), "written block is shared"),
+        (make_part([7], row=1, new_block_ids=[3]), "a request is scheduled twice"),
+        (make_part([7], request_id="b", new_block_ids=[3]), "two requests in one row"),
         (make_part([7], request_id="b", row=1, new_block_ids=[3]), "one token come first"),
-        (make_part([7] * 5, request_id="b", row=1, new_block_ids=[3]), "outside the row's blocks"),
+        (make_part([7] * 5, request_id="b", row=1, new_block_ids=[3]), "outside the blocks"),
     ],
 )
 def test_parts_that_do_not_go_together_are_noticed(second, message):

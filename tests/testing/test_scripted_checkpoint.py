@@ -56,7 +56,7 @@ def test_sentencepiece(tmp_path) -> None:
 
 
 def test_a_token_with_two_successors_is_refused(tmp_path) -> None:
-    with pytest.raises(AssertionError, match="come both"):
+    with pytest.raises(AssertionError, match="has the successors"):
         write_scripted(tmp_path / "script", {"one": ["a", "b"], "two": ["a", "c"]})
 
 

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from jaxserve.client.balance import Balancer, Load
+from jaxserve.client.replica import Balancer, Load
 
 
 def test_worked_example():

@@ -1,0 +1,27 @@
+"""Facts about the device that an engine runs on. Host-only: `runner.device` reads them from jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A CPU or a GPU, as far as sizes and kernels depend on it.
+
+    Attributes:
+      platform: "cpu" or "gpu".
+      kind: the product name, for people.
+      free_bytes: memory left for weights and KV cache when this was read.
+      has_native_bf16: whether the hardware computes in bfloat16.
+      compute_capability: (major, minor) of an NVIDIA GPU; None on any other device.
+      num_cores: streaming multiprocessors of an NVIDIA GPU; None on any other device.
+    """
+
+    platform: Literal["cpu", "gpu"]
+    kind: str
+    free_bytes: int
+    has_native_bf16: bool
+    compute_capability: tuple[int, int] | None = None
+    num_cores: int | None = None

@@ -1,0 +1,158 @@
+"""Settles the dtype and the sizes that a config leaves open, each with a reason for people.
+
+`resolve_dtype` runs before the weights are loaded, `resolve_sizes` after: only then is known how
+much memory is left for the KV cache. Host-only.
+"""
+
+from __future__ import annotations
+
+from jaxserve.config import MIB, CacheConfig, EngineConfig, ModelConfig
+from jaxserve.core.plan import Sizes
+from jaxserve.device import Device
+from jaxserve.errors import ConfigError
+from jaxserve.ipc.messages import Decision
+
+CPU_CACHE_BYTES = 768 * MIB
+"""KV cache on a CPU unless one full-length request needs more: the memory is shared with others."""
+
+
+def resolve_dtype(config: ModelConfig, device: Device) -> tuple[str, Decision | None]:
+    """Returns the dtype of weights and activations, as numpy names it, and why.
+
+    The reason is None if the user asked for the dtype.
+    """
+    if config.dtype != "auto":
+        return config.dtype, None
+    if device.platform == "gpu":
+        return "bfloat16", Decision("dtype", "bfloat16", f"{device.kind} computes in it natively")
+    if device.has_native_bf16:
+        return "bfloat16", Decision("dtype", "bfloat16", "this CPU has bfloat16 instructions")
+    return "float32", Decision("dtype", "float32", "this CPU has no bfloat16 instructions")
+
+
+def resolve_sizes(
+    config: EngineConfig,
+    device: Device,
+    *,
+    context_length: int,
+    bytes_per_token: int,
+) -> Sizes:
+    """Settles every size that the config leaves open.
+
+    Args:
+      config: what the user asked for.
+      device: ``free_bytes`` must be read after the weights are in place.
+      context_length: the longest context that the model was trained for, in tokens.
+      bytes_per_token: bytes of the KV cache for one token over all layers.
+
+    Raises:
+      ConfigError: a size is not positive, or what the user asked for does not fit. The message
+        names the largest value that would fit.
+    """
+    _check_positive(config)
+    cache, asked_len = config.cache, config.model.max_model_len
+    if asked_len is not None and asked_len > context_length:
+        raise ConfigError(
+            f"--max-model-len {asked_len} is more than the model's context of {context_length} "
+            f"tokens; use at most {context_length}"
+        )
+    wanted_len = asked_len or context_length
+    max_num_seqs, max_num_batched_tokens = _step_sizes(config, device)
+    block_bytes = bytes_per_token * cache.block_size
+    if cache.num_blocks is not None:
+        num_blocks, why = cache.num_blocks, "as asked"
+    else:
+        budget, why = _cache_budget(cache, device, wanted_len * bytes_per_token)
+        useful = max_num_seqs * _blocks_for(wanted_len, cache.block_size)
+        num_blocks = min(budget // block_bytes, useful) + 1
+    largest = (num_blocks - 1) * cache.block_size
+    if largest < 1:
+        raise ConfigError(
+            f"there is no memory for a KV cache: one block takes {block_bytes / MIB:.1f} MiB, "
+            f"{device.free_bytes / MIB:.0f} MiB are free"
+        )
+    if asked_len is not None and asked_len > largest:
+        raise ConfigError(
+            f"--max-model-len {asked_len} does not fit the KV cache of {num_blocks} blocks "
+            f"({why}); the largest that fits is {largest}"
+        )
+    max_model_len = min(wanted_len, largest)
+    if asked_len:
+        why_len = "as asked"
+    elif max_model_len == context_length:
+        why_len = "the model's own"
+    else:
+        why_len = f"reduced from the model's {context_length} to fit the KV cache"
+    full = (num_blocks - 1) // _blocks_for(max_model_len, cache.block_size)
+    decisions = (
+        Decision("context", f"{max_model_len} tokens", why_len),
+        Decision(
+            "KV cache",
+            f"{num_blocks} blocks = {largest} tokens = {full} full-length requests",
+            f"{num_blocks * block_bytes / MIB:.0f} MiB, {why}",
+        ),
+    )
+    return Sizes(
+        max_model_len=max_model_len,
+        block_size=cache.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        decisions=decisions,
+    )
+
+
+def _step_sizes(config: EngineConfig, device: Device) -> tuple[int, int]:
+    """Returns ``max_num_seqs`` and ``max_num_batched_tokens``."""
+    on_cpu = device.platform == "cpu"
+    max_num_seqs = config.scheduler.max_num_seqs or (64 if on_cpu else 256)
+    max_tokens = config.scheduler.max_num_batched_tokens or (512 if on_cpu else 8192)
+    if max_tokens < max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {max_tokens} must be at least --max-num-seqs "
+            f"({max_num_seqs}), so that every running request gets its token"
+        )
+    return max_num_seqs, max_tokens
+
+
+def _cache_budget(cache: CacheConfig, device: Device, full_length_bytes: int) -> tuple[int, str]:
+    """Returns the bytes for the KV cache, and why.
+
+    ``full_length_bytes`` is the cache of one request of the full context length.
+    """
+    if cache.kv_cache_memory_mib is not None:
+        return cache.kv_cache_memory_mib * MIB, "as asked"
+    if device.platform == "gpu":
+        return device.free_bytes, f"what is left of {cache.memory_fraction:.0%} of {device.kind}"
+    half = device.free_bytes // 2
+    wanted = max(CPU_CACHE_BYTES, full_length_bytes)
+    if wanted <= half:
+        return wanted, "the default on a CPU"
+    return half, "half of the free memory"
+
+
+def _check_positive(config: EngineConfig) -> None:
+    sizes = {
+        "--max-model-len": config.model.max_model_len,
+        "--block-size": config.cache.block_size,
+        "--kv-cache-memory-mib": config.cache.kv_cache_memory_mib,
+        "--max-num-seqs": config.scheduler.max_num_seqs,
+        "--max-num-batched-tokens": config.scheduler.max_num_batched_tokens,
+        "--data-parallel-size": config.parallel.data_parallel_size,
+    }
+    for flag, value in sizes.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {value}")
+    if config.cache.num_blocks is not None and config.cache.num_blocks < 2:
+        raise ConfigError(
+            "--num-blocks must be at least 2 (block 0 is never used), got "
+            f"{config.cache.num_blocks}"
+        )
+    if not 0 < config.cache.memory_fraction <= 1:
+        raise ConfigError(
+            f"--memory-fraction must be in (0, 1], got {config.cache.memory_fraction}"
+        )
+
+
+def _blocks_for(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)

@@ -9,25 +9,19 @@ from starlette.middleware.cors import CORSMiddleware
 from server.errors import HANDLERS, CatchUnexpected
 from server.middleware import ApiKey, ForeignPages, RequestId, RootPath
 from server.routes import (
-    chat,
-    completions,
     control,
-    embeddings,
     health,
     metrics,
     models,
+    openai,
     openapi,
-    responses,
     tokenize,
 )
 from server.settings import ApiSettings
 from server.state import ServerState
 
 ROUTES = [
-    *completions.routes,
-    *chat.routes,
-    *responses.routes,
-    *embeddings.routes,
+    *openai.routes,
     *models.routes,
     *health.routes,
     *tokenize.routes,

@@ -50,7 +50,8 @@ def named_event(data: msgspec.Struct) -> bytes:
 
 
 PLAIN = Framing(event, DONE)
-NAMED = Framing(named_event, b"")
+FRAMINGS = {"plain": PLAIN, "named": Framing(named_event, b"")}
+"""The framings that `jaxserve.openai.endpoints.Endpoint.framing` names."""
 
 
 async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct]) -> Response:

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -25,10 +24,8 @@ from jaxserve.offline.batch_file import (
     ResultFile,
     read_requests,
 )
-from jaxserve.openai import chat, completions, embeddings
+from jaxserve.openai import endpoints
 from jaxserve.openai.decoding import decode
-from jaxserve.openai.embeddings import EmbeddingRequest
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +33,8 @@ REPORT_INTERVAL_S = 10.0
 """Time between the lines about progress where there is no terminal for a bar."""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """How the requests to one address are read and answered."""
-
-    request_type: type[GenerationRequest | EmbeddingRequest]
-    prepare: Callable[..., Awaitable[Any]]
-    complete: Callable[..., Awaitable[Any]]
-
-
-ENDPOINTS = {
-    "/v1/completions": Endpoint(CompletionRequest, completions.prepare, completions.complete),
-    "/v1/chat/completions": Endpoint(ChatRequest, chat.prepare, chat.complete),
-    "/v1/embeddings": Endpoint(EmbeddingRequest, embeddings.prepare, embeddings.complete),
-}
+ENDPOINTS = {path: e for path, e in endpoints.ENDPOINTS.items() if e.in_batch}
+"""The endpoints that a batch accepts, by path."""
 
 
 @dataclass(slots=True)
@@ -145,8 +130,8 @@ async def answer(text_engine: TextEngine, request: BatchRequest | BadLine) -> Ba
         reason = f"method must be 'POST', got {request.method[:20]!r}"
         return BatchResult.of_bad_line(request.custom_id, reason)
     try:
-        body = decode(bytes(request.body), endpoint.request_type)
-        if isinstance(body, GenerationRequest) and body.stream:
+        body = decode(bytes(request.body), endpoint.body_type)
+        if endpoint.stream is not None and body.stream:
             raise InvalidRequestError("stream cannot be true in a batch", param="stream")
         reply = await endpoint.complete(await endpoint.prepare(text_engine, body))
     except EngineDeadError:

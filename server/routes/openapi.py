@@ -11,30 +11,18 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from jaxserve import __version__
-from jaxserve.openai.embeddings import EmbeddingRequest, EmbeddingsReply
+from jaxserve.openai.endpoints import ENDPOINTS
 from jaxserve.openai.errors import ErrorBody
-from jaxserve.openai.protocol import (
-    ChatChunk,
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from jaxserve.openai.responses_protocol import Response, ResponseEvent, ResponsesRequest
+from jaxserve.openai.protocol import DetokenizeRequest, TokenizeRequest
 from server.routes.control import AbortRequest
 
 POSTS: dict[str, tuple[type[msgspec.Struct], Any, Any]] = {
-    "/v1/completions": (CompletionRequest, Completion, Completion),
-    "/v1/chat/completions": (ChatRequest, ChatCompletion, ChatChunk),
-    "/v1/responses": (ResponsesRequest, Response, ResponseEvent),
-    "/v1/embeddings": (EmbeddingRequest, EmbeddingsReply, None),
+    **{path: (e.body_type, e.reply_type, e.event_type) for path, e in ENDPOINTS.items()},
     "/tokenize": (TokenizeRequest, dict[str, Any], None),
     "/detokenize": (DetokenizeRequest, dict[str, Any], None),
     "/abort": (AbortRequest, dict[str, Any], None),
 }
-"""Paths -> body, reply, and the first kind of event of a streamed reply."""
+"""Path -> types of the body, of the whole reply, and of a streamed event (None: no stream)."""
 
 GETS = ("/v1/models", "/health", "/live", "/version", "/load", "/server_info", "/metrics")
 

@@ -1,0 +1,39 @@
+"""The POST routes of `jaxserve.openai.endpoints`, and the refusal of stored responses."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxserve.openai.endpoints import ENDPOINTS, Endpoint
+from server.body import read_json, request_id
+from server.sse import FRAMINGS, reply_stream, reply_whole
+
+
+async def create(request: Request, *, endpoint: Endpoint) -> Response:
+    """Runs the request in the body, and replies whole or as a stream of events."""
+    text_engine = request.app.state.server.serving()
+    body = await read_json(request, endpoint.body_type)
+    job = await endpoint.prepare(text_engine, body, request_id=request_id(request, body.request_id))
+    if endpoint.stream is not None and body.stream:
+        framing = FRAMINGS[endpoint.framing]
+        return await reply_stream(request, endpoint.stream(job), framing=framing)
+    return await reply_whole(request, endpoint.complete(job))
+
+
+async def stored_response(request: Request) -> Response:
+    """Refuses to show, cancel or delete a response: none is stored."""
+    raise HTTPException(404, "this server stores no responses")
+
+
+routes = [
+    *(
+        Route(path, partial(create, endpoint=endpoint), methods=["POST"])
+        for path, endpoint in ENDPOINTS.items()
+    ),
+    Route("/v1/responses/{response_id:path}", stored_response, methods=["GET", "POST", "DELETE"]),
+]

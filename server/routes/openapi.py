@@ -14,7 +14,7 @@ from jaxserve import __version__
 from jaxserve.openai.endpoints import ENDPOINTS
 from jaxserve.openai.errors import ErrorBody
 from jaxserve.openai.protocol import DetokenizeRequest, TokenizeRequest
-from server.routes.control import AbortRequest
+from server.routes.service import AbortRequest
 
 POSTS: dict[str, tuple[type[msgspec.Struct], Any, Any]] = {
     **{path: (e.body_type, e.reply_type, e.event_type) for path, e in ENDPOINTS.items()},

@@ -138,7 +138,7 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserCallbackError:
             self._reject(400, "the request target is not a valid path")
         except httptools.HttpParserError as error:
-            self._reject(400, f"this is not valid HTTP/1.1: {error}")
+            self._reject(400, f"the request is not valid HTTP/1.1: {error}")
         self._num_head_bytes = 0 if self._saw_boundary else self._num_head_bytes + num_bytes
         return num_bytes
 

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from jaxserve import __version__
 from jaxserve.errors import InvalidRequestError, UnknownModelError
 from jaxserve.front.text_engine import TextEngine
+from jaxserve.ipc.messages import StepStats
 from server.body import read_json
 from server.metrics import CONTENT_TYPE, render
 from server.state import ServerState
@@ -108,9 +109,7 @@ def _facts(state: ServerState, text_engine: TextEngine) -> dict[str, Any]:
         "sampling_defaults": asdict(text_engine.defaults),
         "max_queue": text_engine.admission.limit,
         "server_load": text_engine.num_in_flight,
-        "engines": {
-            str(i): msgspec.structs.asdict(s) for i, s in sorted(text_engine.engine.stats.items())
-        },
+        "engines": {str(i): _stats(s) for i, s in sorted(text_engine.engine.stats.items())},
         "block_size": ready.block_size,
         "num_blocks": ready.num_blocks,
         "max_num_seqs": ready.max_num_seqs,
@@ -118,6 +117,12 @@ def _facts(state: ServerState, text_engine: TextEngine) -> dict[str, Any]:
         "decisions": [list(decision) for decision in ready.decisions],
         "config": None if state.config is None else asdict(state.config),
     }
+
+
+def _stats(stats: StepStats) -> dict[str, Any]:
+    """Returns the state of an engine as JSON, without the figures of the missing prefix cache."""
+    figures = msgspec.structs.asdict(stats)
+    return {name: value for name, value in figures.items() if not name.startswith("prefix_")}
 
 
 async def abort(request: Request) -> JSONResponse:

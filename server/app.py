@@ -1,4 +1,4 @@
-"""The ASGI application. Any host can run it; it has no globals and handles no signals."""
+"""The ASGI application. Any ASGI server can host it: it has no globals and handles no signals."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ ROUTES = [*openai.routes, *service.routes, *tokenize.routes, *openapi.routes]
 def create_app(
     state: ServerState, settings: ApiSettings | None = None, *, is_local: bool = False
 ) -> Starlette:
-    """The OpenAI API in front of ``state.text_engine``.
+    """Returns an application that serves the OpenAI API with ``state.text_engine``.
 
-    The engine may come later: until ``state.text_engine`` is set, /health and the API answer 503.
-    Set ``state.draining`` to refuse new requests while those in flight finish. ``is_local``: only
-    this machine can reach it, so the names under which it may be asked are limited.
+    ``state.text_engine`` may be set later: until then /health and the API answer 503. Set
+    ``state.draining`` to refuse new requests while those in flight finish.
+
+    Args:
+      state: shared with the caller, who updates it as the server starts and stops.
+      settings: defaults to `ApiSettings` without changes.
+      is_local: only this machine can reach the server. The ``Host`` header is then checked even
+        without ``allowed_hosts``, unless API keys are set.
     """
     settings = settings or ApiSettings()
     middleware = [Middleware(RequestId)]
@@ -38,18 +43,19 @@ def create_app(
                 expose_headers=["x-request-id"],
             )
         )
-    # A browser has no key to send for a page that does not know it.
-    is_guarded = bool(settings.api_key)
-    if settings.allowed_hosts or not is_guarded:
+    # API keys already keep foreign pages out: a page does not know the key, and browsers do not
+    # add it by themselves.
+    has_keys = bool(settings.api_key)
+    if settings.allowed_hosts or not has_keys:
         checks_hosts = bool(settings.allowed_hosts) or is_local
         middleware.append(
             Middleware(
                 ForeignPages,
                 hosts=settings.allowed_hosts if checks_hosts else None,
-                origins=("*",) if is_guarded else settings.allowed_origins,
+                origins=("*",) if has_keys else settings.allowed_origins,
             )
         )
-    if is_guarded:
+    if has_keys:
         middleware.append(Middleware(ApiKey, keys=settings.api_key))
     middleware.append(Middleware(CatchUnexpected))
     app = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)

@@ -1,4 +1,9 @@
-"""uvicorn as we run it: signals are ours, and nothing on a connection is without bounds."""
+"""uvicorn with bounds on everything a connection can send, and without its signal handlers.
+
+This is the only module that uses the private HTTP classes of uvicorn
+(``uvicorn.protocols.http.httptools_impl``). tests/server/test_uvicorn_internals.py lists what it
+relies on, and pyproject.toml bounds the version.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +26,26 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from jaxserve.openai.errors import make_error
 from server.errors import TYPES
-from server.sse import WRITE_CHUNK
+from server.sse import EXTENSION
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers. The parser itself would take any number of bytes."""
+"""Limit of the request line and headers together. The parser itself has no limit."""
 
 PIECE_BYTES = 16 * 1024
-"""How much is parsed at once. A head that follows another request in the same read is counted from
-the end of such a piece."""
+"""Bytes parsed at once. If a head follows another request in the same piece, its bytes are counted
+from the end of that piece."""
 
 MAX_UNREAD_BYTES = 64 * 1024 * 1024
 UNREAD_TIMEOUT_S = 30
-"""How much of a request is thrown away, and for how long, once it has been answered."""
+"""Bytes and seconds for which the rest of a request is discarded after the response to it."""
 
 
 class HttpServer(uvicorn.Server):
-    """A server that leaves the signals to who runs it.
+    """A uvicorn server that leaves signal handling to its caller.
 
     Args:
-      config: of uvicorn.
-      last_bytes_s: how many seconds, once it is to end, clients have to read their last bytes.
+      config: the configuration of uvicorn.
+      last_bytes_s: seconds that clients get at shutdown to read their last bytes.
     """
 
     def __init__(self, config: uvicorn.Config, *, last_bytes_s: float) -> None:
@@ -48,144 +53,147 @@ class HttpServer(uvicorn.Server):
         self._last_bytes_s = last_bytes_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends all connections; those whose clients do not read are cut off."""
-        timer = asyncio.get_running_loop().call_later(self._last_bytes_s, self._cut_off)
+        """Closes all connections, and aborts those whose clients do not read in time."""
+        timer = asyncio.get_running_loop().call_later(self._last_bytes_s, self._abort_connections)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
 
-    def _cut_off(self) -> None:
+    def _abort_connections(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
+        """Captures no signals."""
         yield
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """HTTP/1.1 on one connection, with bounds on what uvicorn would take without end.
+    """HTTP/1.1 on one connection, with limits where uvicorn has none.
 
-    - A head has at most `MAX_HEAD_BYTES`, and so has what comes between parts of a body. It must
-      come within the time that a connection may be idle.
-    - A client that is answered before its whole request has come gets to read the answer: the rest
-      is read and thrown away, within `MAX_UNREAD_BYTES` and `UNREAD_TIMEOUT_S`. To close at once
-      would reset the connection, and the answer would be lost.
-    - What is not HTTP gets an error like every other. Offers to speak another protocol are ignored.
+    - A head, or the framing between two chunks of a body, has at most `MAX_HEAD_BYTES`. A head must
+      arrive within the keep-alive timeout.
+    - A client that gets its response before it has sent the whole request can still read that
+      response: the rest of the request is discarded, up to `MAX_UNREAD_BYTES` and
+      `UNREAD_TIMEOUT_S`. Closing at once would reset the connection and lose the response.
+    - Bytes that are not HTTP get a JSON error like any other. Offers to upgrade to another protocol
+      are ignored.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._num_head_bytes = 0  # since the last boundary: end of a head, body, end of a message
+        # Bytes since the last boundary: the end of a head, a piece of body, the end of a message.
+        self._num_head_bytes = 0
         self._saw_boundary = False
         self._head_timer: asyncio.TimerHandle | None = None
-        self._is_deaf = False  # what comes is thrown away, not parsed
+        self._discards_input = False  # received bytes are no longer parsed
         self._num_unread_bytes = 0
-        self._unread_timer: asyncio.TimerHandle | None = None  # while the rest is thrown away
+        # Set while the rest of a request is discarded.
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come."""
+        """Starts the timeout of the first head."""
         super().connection_made(transport)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
+        """Stops the timers of a closed connection."""
         self._stop_head_timer()
         self._stop_unread_timer()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """The server ends."""
-        if self._unread_timer is not None:  # all has been said
+        """Closes the connection now if it is idle, else after its response."""
+        if self._unread_timer is not None:  # the response has been sent
             self.transport.close()
         else:
             super().shutdown()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
-        if self._is_deaf or self._unread_timer is not None:
+        """Parses received bytes in pieces, or discards them."""
+        if self._discards_input or self._unread_timer is not None:
             self._num_unread_bytes += len(data)
             if self._num_unread_bytes > MAX_UNREAD_BYTES:
                 self.transport.close()
         start = 0
-        while start < len(data) and not (self._is_deaf or self.transport.is_closing()):
-            # No piece can hold the end of a head that is too large.
-            room = min(PIECE_BYTES, MAX_HEAD_BYTES - self._num_head_bytes)
-            if room == 0:
-                self._refuse(431, f"the request line and headers exceed {MAX_HEAD_BYTES} bytes")
+        while start < len(data) and not (self._discards_input or self.transport.is_closing()):
+            # A piece never reaches past the limit, so no head that is too large can end in one.
+            size = min(PIECE_BYTES, MAX_HEAD_BYTES - self._num_head_bytes)
+            if size == 0:
+                self._reject(431, f"the request line and headers exceed {MAX_HEAD_BYTES} bytes")
                 return
-            start += self._feed(data[start : start + room])
+            start += self._parse(data[start : start + size])
 
-    def _feed(self, piece: bytes) -> int:
-        """Parses bytes. Returns how many of them are done with."""
+    def _parse(self, piece: bytes) -> int:
+        """Parses bytes. Returns how many of them have been consumed."""
         num_bytes = len(piece)
         self._saw_boundary = False
         try:
             self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade as offer:
-            num_bytes = offer.args[0]
-            self._ignore_offer()
+        except httptools.HttpParserUpgrade as upgrade:
+            num_bytes = upgrade.args[0]
+            self._ignore_upgrade()
         except httptools.HttpParserCallbackError:
-            self._refuse(400, "the target in the request line is not a path")
+            self._reject(400, "the request target is not a valid path")
         except httptools.HttpParserError as error:
-            self._refuse(400, f"this is not a request of HTTP/1.1: {error}")
+            self._reject(400, f"the request is not valid HTTP/1.1: {error}")
         self._num_head_bytes = 0 if self._saw_boundary else self._num_head_bytes + num_bytes
         return num_bytes
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Starts the timeout of a new head."""
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self._start_head_timer()
 
     def on_headers_complete(self) -> None:
-        """The head of a request has ended."""
+        """Starts the application once the head of a request is complete."""
         self._saw_boundary = True
         self._stop_head_timer()
         if self.parser.should_upgrade():
             return
         super().on_headers_complete()
-        self.cycle.transport = _Outgoing(self, self.cycle)  # type: ignore[assignment]
-        # The application has not begun: it runs in a task.
-        self.scope["extensions"] = {WRITE_CHUNK: {"write": partial(write_chunk, self.cycle)}}
+        self.cycle.transport = _CycleTransport(self, self.cycle)  # type: ignore[assignment]
+        # The application runs in a task that has not started yet, so it sees this.
+        self.scope["extensions"] = {EXTENSION: {"write": partial(write_chunk, self.cycle)}}
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body of a request."""
+        """Receives a piece of the body of a request."""
         self._saw_boundary = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request has ended."""
+        """Marks a request as received completely."""
         self._saw_boundary = True
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
-        self.cycle.more_body = False  # uvicorn leaves it as it was if the answer has been sent
+        self.cycle.more_body = False  # uvicorn does not set it after the response
         self._stop_unread_timer()
 
     def on_response_complete(self) -> None:
-        """An answer has ended."""
+        """Starts to discard the rest of a request that has had its response."""
         if self.cycle.response_complete and self.cycle.more_body:
             self._start_unread_timer()
         super().on_response_complete()
 
     def close_after(self, cycle: RequestResponseCycle) -> None:
-        """Closes the connection now that ``cycle`` has ended, the last one on it."""
-        if cycle.response_complete and (cycle.more_body or self._is_deaf):
-            self._hang_up()
+        """Closes the connection after ``cycle``, the last one on it."""
+        if cycle.response_complete and (cycle.more_body or self._discards_input):
+            self._close_writing()
         else:
             self.transport.close()
 
-    def _ignore_offer(self) -> None:
-        """Parses a head again as if it had not offered to go on in another protocol.
+    def _ignore_upgrade(self) -> None:
+        """Parses a head again without its ``upgrade`` header.
 
-        The parser would take the body of such a request for that protocol.
+        Otherwise the parser would treat the body of the request as bytes of the other protocol.
         """
         method, version = self.parser.get_method(), self.parser.get_http_version()
         if method == b"CONNECT":
-            self._refuse(400, "CONNECT is for proxies, and this is none")
+            self._reject(400, "CONNECT is not supported: this server is not a proxy")
             return
         headers = [b": ".join(header) for header in self.headers if header[0] != b"upgrade"]
         first = b"%s %s HTTP/%s" % (method, self.url, version.encode())
@@ -193,17 +201,17 @@ class HttpProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.parser.feed_data(b"\r\n".join([first, *headers, b"", b""]))
 
-    def _refuse(self, status: int, message: str) -> None:
-        """Answers what cannot be parsed, and closes the connection once nothing is in flight."""
-        self._is_deaf = True
+    def _reject(self, status: int, message: str) -> None:
+        """Responds to bytes that cannot be parsed. Closes the connection once it is idle."""
+        self._discards_input = True
         self._stop_head_timer()
         cycle = self.cycle
         if cycle is None or (cycle.response_complete and not cycle.more_body):
             self._write_error(status, message)
-            self._hang_up()
-        elif cycle.response_complete:  # it is the rest of a request that has had its answer
-            self._hang_up()
-        elif not cycle.more_body:  # requests before it will be answered
+            self._close_writing()
+        elif cycle.response_complete:  # these bytes belong to a request that has had its response
+            self._close_writing()
+        elif not cycle.more_body:  # earlier requests still get their responses
             cycle.keep_alive = False
         elif cycle.response_started or self.pipeline:
             self.transport.close()
@@ -212,7 +220,7 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.waiting_for_100_continue = False
             cycle.message_event.set()
             self._write_error(status, message)
-            self._hang_up()
+            self._close_writing()
 
     def _write_error(self, status: int, message: str) -> None:
         kind = TYPES.get(status, "BadRequestError")
@@ -227,9 +235,9 @@ class HttpProtocol(HttpToolsProtocol):
         lines = [STATUS_LINE[status], *(b"%s: %s\r\n" % header for header in headers), b"\r\n"]
         self.transport.write(b"".join([*lines, body]))
 
-    def _hang_up(self) -> None:
-        """Says that nothing more will come, and lets the client finish what it is sending."""
-        self._is_deaf = True
+    def _close_writing(self) -> None:
+        """Closes our side, and discards what the client still sends."""
+        self._discards_input = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
@@ -237,7 +245,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_head_timer(self) -> None:
         self._stop_head_timer()
-        self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._give_up)
+        self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._close)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -247,20 +255,20 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_unread_timer(self) -> None:
         self._stop_unread_timer()
         self._num_unread_bytes = 0
-        self._unread_timer = self.loop.call_later(UNREAD_TIMEOUT_S, self._give_up)
+        self._unread_timer = self.loop.call_later(UNREAD_TIMEOUT_S, self._close)
 
     def _stop_unread_timer(self) -> None:
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
 
-    def _give_up(self) -> None:
+    def _close(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
 
 
-class _Outgoing:
-    """What a cycle of uvicorn writes to: the transport, which is not closed too early."""
+class _CycleTransport:
+    """The transport of a cycle of uvicorn, which `HttpProtocol.close_after` closes."""
 
     def __init__(self, protocol: HttpProtocol, cycle: RequestResponseCycle) -> None:
         self._protocol = protocol
@@ -269,12 +277,12 @@ class _Outgoing:
         self.is_closing = protocol.transport.is_closing
 
     def close(self) -> None:
-        """The cycle wants the connection closed."""
+        """Closes the connection as soon as the client can have read the response."""
         self._protocol.close_after(self._cycle)
 
 
 async def write_chunk(cycle: RequestResponseCycle, data: bytes) -> None:
-    """Writes a chunk as uvicorn writes the message of a body whose length is unknown."""
+    """Writes a chunk of a body as uvicorn would for an ASGI message. See `server.sse.EXTENSION`."""
     if cycle.flow.write_paused and not cycle.disconnected:
         await cycle.flow.drain()
     if not cycle.disconnected:

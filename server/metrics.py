@@ -1,7 +1,7 @@
-"""The metrics in the text format of Prometheus, under the names that vLLM gave them.
+"""Renders the metrics in the text format of Prometheus, under the names of vLLM.
 
-They are written out by hand: a page takes a tenth of the time that the client library needs, and
-scrapers ask several times a second.
+The text is written by hand: that takes a tenth of the time of the Prometheus client library, and
+scrapers may ask several times a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(frozen=True, slots=True)
 class EngineMetric:
-    """A number that each engine reports with its steps."""
+    """A number that each engine reports with its steps. ``kind``: ``gauge`` or ``counter``."""
 
     help: str
     kind: str
@@ -29,22 +29,18 @@ class EngineMetric:
 
 ENGINE_METRICS: Mapping[str, EngineMetric] = {
     "num_requests_running": EngineMetric(
-        "Requests that take part in steps.", "gauge", lambda s: s.num_running
+        "Requests that are running.", "gauge", lambda s: s.num_running
     ),
     "num_requests_waiting": EngineMetric(
-        "Requests that wait to take part.", "gauge", lambda s: s.num_waiting
+        "Requests that wait to run.", "gauge", lambda s: s.num_waiting
     ),
     "kv_cache_usage_perc": EngineMetric(
-        "Used part of the KV cache; 1 is all of it.", "gauge", lambda s: s.kv_usage
+        "Share of the KV cache in use, 0 to 1.", "gauge", lambda s: s.kv_usage
     ),
     "num_preemptions_total": EngineMetric(
-        "Requests that had to give their blocks back.", "counter", lambda s: s.total_preemptions
-    ),
-    "prefix_cache_queries_total": EngineMetric(
-        "Tokens looked up in the prefix cache.", "counter", lambda s: s.prefix_queries
-    ),
-    "prefix_cache_hits_total": EngineMetric(
-        "Tokens found in the prefix cache.", "counter", lambda s: s.prefix_hits
+        "Preemptions: a request lost its blocks and is computed again.",
+        "counter",
+        lambda s: s.total_preemptions,
     ),
     "compilations_total": EngineMetric(
         "Programs compiled since the engine started.", "counter", lambda s: s.total_compilations
@@ -55,7 +51,7 @@ ENGINE_METRICS: Mapping[str, EngineMetric] = {
 
 @dataclass(frozen=True, slots=True)
 class FrontMetric:
-    """A number that is counted where requests come in."""
+    """A number that is counted in the front process."""
 
     help: str
     value: Callable[[RequestMetrics], float]
@@ -65,18 +61,15 @@ FRONT_COUNTERS: Mapping[str, FrontMetric] = {
     "prompt_tokens_total": FrontMetric(
         "Prompt tokens of requests that have produced a token.", lambda m: m.prompt_tokens
     ),
-    "prompt_tokens_cached_total": FrontMetric(
-        "Those of them found in the prefix cache.", lambda m: m.cached_tokens
-    ),
     "generation_tokens_total": FrontMetric("Generated tokens.", lambda m: m.generation_tokens),
 }
 
 
 def render(text_engine: TextEngine, *, prefix: str) -> str:
-    """The page for a scraper. Every name starts with ``prefix`` and a colon.
+    """Returns the page for a scraper. Every name starts with ``prefix`` and a colon.
 
-    Requests are counted in the front process, which does not know their engines: with several
-    engines these numbers have the label ``engine="all"``.
+    Requests are counted in the front process, not for each engine: with several engines these
+    numbers have the label ``engine="all"``.
     """
     stats, metrics = text_engine.engine.stats, text_engine.metrics
     model = f'model_name="{_escape(text_engine.model.name)}"'
@@ -91,7 +84,9 @@ def render(text_engine: TextEngine, *, prefix: str) -> str:
         for name, front_metric in FRONT_COUNTERS.items():
             yield from _header(prefix, name, "counter", front_metric.help)
             yield f"{prefix}:{name}{{{front}}} {front_metric.value(metrics)}"
-        yield from _header(prefix, "request_success_total", "counter", "Requests that have ended.")
+        yield from _header(
+            prefix, "request_success_total", "counter", "Finished requests, by finish reason."
+        )
         for reason in FINISH_REASONS:
             labels = f'{front},finished_reason="{reason}"'
             yield f"{prefix}:request_success_total{{{labels}}} {metrics.finished[reason]}"
@@ -108,20 +103,20 @@ def render(text_engine: TextEngine, *, prefix: str) -> str:
 
 
 def _front_histograms(metrics: RequestMetrics) -> dict[str, tuple[str, Histogram]]:
-    found = {
+    histograms = {
         "time_to_first_token_seconds": (
-            "From arrival to the first token.",
+            "Time from arrival to the first token.",
             metrics.time_to_first_token,
         ),
-        "inter_token_latency_seconds": ("Between two tokens.", metrics.inter_token_latency),
+        "inter_token_latency_seconds": ("Time between two tokens.", metrics.inter_token_latency),
         "request_max_num_generation_tokens": (
-            "Tokens of the longest of a request's answers.",
+            "Tokens of the longest completion of a request.",
             metrics.max_generation_tokens,
         ),
     }
     for name, kind in REQUEST_HISTOGRAMS.items():
-        found[name] = (kind.help, metrics.by_request[name])
-    return found
+        histograms[name] = (kind.help, metrics.by_request[name])
+    return histograms
 
 
 def _cache_config(text_engine: TextEngine, prefix: str, engines: list[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Replies to a request for text, whole or as server-sent events, while somebody listens."""
+"""Replies to generating requests, whole or as server-sent events, until the client disconnects."""
 
 from __future__ import annotations
 
@@ -17,24 +17,14 @@ from starlette.types import Receive, Scope, Send
 from server.errors import logger, reply_to
 
 T = TypeVar("T")
-
-_encode = msgspec.json.Encoder().encode
-
 WriteChunk: TypeAlias = Callable[[bytes], Awaitable[None]]
 
-WRITE_CHUNK = "jaxserve.write_chunk"
-"""The ASGI extension by which a server offers a `WriteChunk`, under the key ``write``."""
+EXTENSION = "jaxserve.write_chunk"
+"""The ASGI extension by which a server offers a `WriteChunk`, under the key ``write``.
 
-DONE = b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Framing:
-    """How values become events, and what ends a stream."""
-
-    event: Callable[[msgspec.Struct], bytes]
-    end: bytes
-
+An ASGI message passes every layer of the application and of its server, each of which inspects it.
+With one message for every token, that costs as much as generating the event.
+"""
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -42,40 +32,57 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How values are written as events, and the bytes that end a stream."""
+
+    event: Callable[[msgspec.Struct], bytes]
+    end: bytes
+
 
 def event(data: msgspec.Struct) -> bytes:
-    """One server-sent event with a JSON value."""
+    """Returns one server-sent event with a JSON value."""
     return b"data: " + _encode(data) + b"\n\n"
 
 
 def named_event(data: msgspec.Struct) -> bytes:
-    """One with the ``type`` of the value as its name."""
+    """Returns one server-sent event named after the ``type`` of its value."""
     name = getattr(data, "type", "error")
     return b"event: " + name.encode() + b"\ndata: " + _encode(data) + b"\n\n"
 
 
 PLAIN = Framing(event, DONE)
-NAMED = Framing(named_event, b"")
+FRAMINGS = {"plain": PLAIN, "named": Framing(named_event, b"")}
+"""The framings that `jaxserve.openai.endpoints.Endpoint.framing` names."""
 
 
 async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct]) -> Response:
-    """Waits for a body and sends it. Raises ClientDisconnect if the client does not wait."""
-    whole = await unless_gone(request.receive, body)
+    """Awaits ``body`` and returns it as JSON. Raises ClientDisconnect if the client leaves."""
+    whole = await unless_disconnected(request.receive, body)
     return Response(_encode(whole), media_type="application/json")
 
 
 async def reply_stream(
     request: Request, chunks: AsyncGenerator[msgspec.Struct, None], *, framing: Framing = PLAIN
 ) -> Response:
-    """Waits for the first chunk, so that an error before it is an error of the whole request."""
-    first = await unless_gone(request.receive, anext(chunks))
+    """Awaits the first chunk, so that an earlier error still sets the status of the response.
+
+    Raises ClientDisconnect if the client leaves before the first chunk.
+    """
+    first = await unless_disconnected(request.receive, anext(chunks))
     return EventStream(first, chunks, framing)
 
 
 class EventStream(Response):
-    """Sends chunks as they come, then the end. An error on the way becomes an event.
+    """Sends chunks as they are generated, then the end of the stream.
 
-    When the client goes away the generator is closed at once.
+    An error in between is sent as an event. When the client disconnects, the generator is closed
+    at once.
     """
 
     def __init__(
@@ -95,7 +102,7 @@ class EventStream(Response):
             {"type": "http.response.start", "status": 200, "headers": self.raw_headers.copy()}
         )
         try:
-            await unless_gone(receive, self._send_all(scope, send))
+            await unless_disconnected(receive, self._send_all(scope, send))
         except ClientDisconnect:
             return
 
@@ -109,43 +116,41 @@ class EventStream(Response):
             except Exception as error:
                 reply = reply_to(error)
                 if reply.status == 500:
-                    logger.exception("a stream was broken off")
+                    logger.exception("a stream failed")
                 await write(event(reply.body))
         await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
 
 
 def chunk_writer(scope: Scope, send: Send) -> WriteChunk:
-    """Returns a function that sends a piece of a body of unknown length, after its head.
+    """Returns a function that sends a chunk of a body whose head had no ``content-length``.
 
-    It waits while the client reads slowly. Send the end of the body with ``send``. An ASGI message
-    passes every layer of the application and of the server, which costs as much as making the
-    piece, so a server may offer a shorter way as the extension `WRITE_CHUNK`.
+    The function waits while the client is slow to read. It uses `EXTENSION` where the server
+    offers it, else ASGI messages. End the body with ``send``.
     """
-    offered = scope.get("extensions", {}).get(WRITE_CHUNK)
+    offered = scope.get("extensions", {}).get(EXTENSION)
     return partial(_send_message, send) if offered is None else offered["write"]
 
 
 async def _send_message(send: Send, data: bytes) -> None:
-    """Sends a piece as a message that any ASGI server understands."""
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled when the client goes away.
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """Returns the result of ``work``, which is cancelled when the client disconnects.
 
     The body of the request must have been read. Raises ClientDisconnect.
     """
     working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    disconnected = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise ClientDisconnect
     finally:
-        gone.cancel()
+        disconnected.cancel()
         working.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await asyncio.gather(working, disconnected, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""A line in the log every few seconds on how fast the engines are and how full."""
+"""Logs the throughput and the load of each engine every few seconds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ IDLE = StepStats()
 
 
 def describe(engine: int, before: StepStats, now: StepStats, seconds: float) -> str | None:
-    """The line on one engine, or None if it has been idle and is."""
+    """Returns the line for one engine, or None if it was idle and still is.
+
+    Args:
+      engine: index of the engine.
+      before: its state ``seconds`` ago.
+      now: its current state.
+      seconds: the interval over which throughput is averaged, > 0.
+    """
     prompt = (now.total_prompt_tokens - before.total_prompt_tokens) / seconds
     generated = (now.total_generation_tokens - before.total_generation_tokens) / seconds
     if not (prompt or generated or now.num_running or now.num_waiting):
         return None
-    queries = now.prefix_queries - before.prefix_queries
-    hits = now.prefix_hits - before.prefix_hits
     preemptions = now.total_preemptions - before.total_preemptions
     return (
         f"Engine {engine:03d}: "
@@ -30,12 +35,11 @@ def describe(engine: int, before: StepStats, now: StepStats, seconds: float) -> 
         f"Running: {now.num_running} reqs, Waiting: {now.num_waiting} reqs, "
         + (f"Preemptions: {preemptions}, " if preemptions else "")
         + f"KV cache usage: {now.kv_usage:.1%}"
-        + (f", Prefix cache hit rate: {hits / queries:.1%}" if queries else "")
     )
 
 
 async def log_throughput(engine: Engine, *, interval_s: float) -> None:
-    """Logs for as long as it runs; says nothing about idle engines."""
+    """Logs a line for each busy engine every ``interval_s`` seconds, until it is cancelled."""
     loop = asyncio.get_running_loop()
     before: Mapping[int, StepStats] = dict(engine.stats)
     then = loop.time()

@@ -130,7 +130,7 @@ async def answer(text_engine: TextEngine, request: BatchRequest | BadLine) -> Ba
         reason = f"method must be 'POST', got {request.method[:20]!r}"
         return BatchResult.of_bad_line(request.custom_id, reason)
     try:
-        body = decode(bytes(request.body), endpoint.body)
+        body = decode(bytes(request.body), endpoint.body_type)
         if isinstance(body, GenerationRequest) and body.stream:
             raise InvalidRequestError("stream cannot be true in a batch", param="stream")
         reply = await endpoint.complete(await endpoint.prepare(text_engine, body))

@@ -1,18 +1,17 @@
-"""The table of the API's endpoints that generate: body, preparation, reply and stream of each.
+"""The generating endpoints of the OpenAI API: one table for everything that serves them.
 
-The routes of the server, the batch program and the OpenAPI page read it. To add an endpoint of this
-kind, write its adapter beside the others and one entry here.
+The HTTP server makes its routes from `ENDPOINTS`, the OpenAPI page its descriptions, and the batch
+program looks up the ``url`` of a line in it. A new endpoint is one more entry here.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai import chat, completions, embeddings, responses
 from jaxserve.openai.embeddings import EmbeddingRequest, EmbeddingsReply
 from jaxserve.openai.protocol import (
@@ -25,72 +24,76 @@ from jaxserve.openai.protocol import (
 from jaxserve.openai.responses_protocol import Response, ResponseEvent, ResponsesRequest
 
 
-class Prepare(Protocol):
-    """Checks and admits a request and returns its job."""
-
-    def __call__(
-        self, text_engine: TextEngine, body: Any, *, request_id: str = ""
-    ) -> Coroutine[Any, Any, Any]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One endpoint. Its functions share the type of their job.
+    """How the requests of one path are read, run and answered.
 
     Attributes:
-      body: the type of the request body.
-      reply: the type of a whole reply.
-      prepare: makes a job of a body. Raises if the request will not be served.
-      complete: runs a job to its end and returns the reply.
-      stream: runs a job and yields its chunks; None: the endpoint does not stream.
-      chunk: the type of a chunk, for the OpenAPI page.
-      has_named_events: each server-sent event carries the ``type`` of its chunk as its name, and no
-        ``[DONE]`` ends the stream.
-      in_batch: the batch program serves it.
+      path: the path of the URL.
+      body_type: the struct that the JSON body is decoded into. It has a ``request_id``; if the
+        endpoint streams, it has a ``stream`` flag too.
+      prepare: ``prepare(text_engine, body, request_id=...)`` checks a request and returns a job.
+        Raises a JaxserveError if the request cannot be served.
+      complete: runs a job to its end and returns the whole reply.
+      stream: runs a job and yields its events; None if the endpoint does not stream.
+      reply_type: the type of the whole reply.
+      event_type: the type of a streamed event; None if the endpoint does not stream.
+      framing: how server-sent events are written. ``plain``: data only, and ``[DONE]`` at the end.
+        ``named``: each event carries its type as its name, and there is no end marker.
+      in_batch: whether the batch program accepts requests for this path.
     """
 
-    body: type[msgspec.Struct]
-    reply: type[msgspec.Struct]
-    prepare: Prepare
+    path: str
+    body_type: type[Any]
+    prepare: Callable[..., Coroutine[Any, Any, Any]]
     complete: Callable[[Any], Coroutine[Any, Any, msgspec.Struct]]
-    stream: Callable[[Any], AsyncGenerator[Any, None]] | None = None
-    chunk: Any = None
-    has_named_events: bool = False
+    stream: Callable[[Any], AsyncGenerator[msgspec.Struct, None]] | None
+    reply_type: type[msgspec.Struct]
+    event_type: Any
+    framing: Literal["plain", "named"] = "plain"
     in_batch: bool = True
 
 
-ENDPOINTS: dict[str, Endpoint] = {
-    "/v1/completions": Endpoint(
-        body=CompletionRequest,
-        reply=Completion,
+_TABLE = (
+    Endpoint(
+        path="/v1/completions",
+        body_type=CompletionRequest,
         prepare=completions.prepare,
         complete=completions.complete,
         stream=completions.stream,
-        chunk=Completion,
+        reply_type=Completion,
+        event_type=Completion,
     ),
-    "/v1/chat/completions": Endpoint(
-        body=ChatRequest,
-        reply=ChatCompletion,
+    Endpoint(
+        path="/v1/chat/completions",
+        body_type=ChatRequest,
         prepare=chat.prepare,
         complete=chat.complete,
         stream=chat.stream,
-        chunk=ChatChunk,
+        reply_type=ChatCompletion,
+        event_type=ChatChunk,
     ),
-    "/v1/embeddings": Endpoint(
-        body=EmbeddingRequest,
-        reply=EmbeddingsReply,
-        prepare=embeddings.prepare,
-        complete=embeddings.complete,
-    ),
-    "/v1/responses": Endpoint(
-        body=ResponsesRequest,
-        reply=Response,
+    Endpoint(
+        path="/v1/responses",
+        body_type=ResponsesRequest,
         prepare=responses.prepare,
         complete=responses.complete,
         stream=responses.stream,
-        chunk=ResponseEvent,
-        has_named_events=True,
+        reply_type=Response,
+        event_type=ResponseEvent,
+        framing="named",
         in_batch=False,
     ),
-}
-"""Paths -> endpoints."""
+    Endpoint(
+        path="/v1/embeddings",
+        body_type=EmbeddingRequest,
+        prepare=embeddings.prepare,
+        complete=embeddings.complete,
+        stream=None,
+        reply_type=EmbeddingsReply,
+        event_type=None,
+    ),
+)
+
+ENDPOINTS = {endpoint.path: endpoint for endpoint in _TABLE}
+"""Every endpoint by its path."""

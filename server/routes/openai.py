@@ -1,9 +1,8 @@
-"""The endpoints that generate, as routes: one for each entry of `jaxserve.openai.endpoints`."""
+"""The POST routes of `jaxserve.openai.endpoints`, and the refusal of stored responses."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,31 +11,29 @@ from starlette.routing import Route
 
 from jaxserve.openai.endpoints import ENDPOINTS, Endpoint
 from server.body import read_json, request_id
-from server.sse import NAMED, PLAIN, reply_stream, reply_whole
+from server.sse import FRAMINGS, reply_stream, reply_whole
 
 
-def handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Returns what answers the requests to an endpoint."""
-    framing = NAMED if endpoint.has_named_events else PLAIN
-
-    async def create(request: Request) -> Response:
-        text_engine = request.app.state.server.serving()
-        body: Any = await read_json(request, endpoint.body)
-        name = request_id(request, body.request_id)
-        job = await endpoint.prepare(text_engine, body, request_id=name)
-        if endpoint.stream is not None and body.stream:
-            return await reply_stream(request, endpoint.stream(job), framing=framing)
-        return await reply_whole(request, endpoint.complete(job))
-
-    return create
+async def create(request: Request, *, endpoint: Endpoint) -> Response:
+    """Runs the request in the body, and replies whole or as a stream of events."""
+    text_engine = request.app.state.server.serving()
+    body = await read_json(request, endpoint.body_type)
+    job = await endpoint.prepare(text_engine, body, request_id=request_id(request, body.request_id))
+    if endpoint.stream is not None and body.stream:
+        framing = FRAMINGS[endpoint.framing]
+        return await reply_stream(request, endpoint.stream(job), framing=framing)
+    return await reply_whole(request, endpoint.complete(job))
 
 
 async def stored_response(request: Request) -> Response:
-    """Refuses to show, cancel or delete a response: the server stores none."""
+    """Refuses to show, cancel or delete a response: none is stored."""
     raise HTTPException(404, "this server stores no responses")
 
 
 routes = [
-    *(Route(path, handler(endpoint), methods=["POST"]) for path, endpoint in ENDPOINTS.items()),
+    *(
+        Route(path, partial(create, endpoint=endpoint), methods=["POST"])
+        for path, endpoint in ENDPOINTS.items()
+    ),
     Route("/v1/responses/{response_id:path}", stored_response, methods=["GET", "POST", "DELETE"]),
 ]

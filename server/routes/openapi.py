@@ -1,4 +1,4 @@
-"""GET /openapi.json: describes the API by the structs that read and write it."""
+"""GET /openapi.json: the API, described by the structs that read and write it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jaxserve.openai.protocol import DetokenizeRequest, TokenizeRequest
 from server.routes.service import AbortRequest
 
 POSTS: dict[str, tuple[type[msgspec.Struct], Any, Any]] = {
-    **{path: (e.body, e.reply, e.chunk) for path, e in ENDPOINTS.items()},
+    **{path: (e.body_type, e.reply_type, e.event_type) for path, e in ENDPOINTS.items()},
     "/tokenize": (TokenizeRequest, dict[str, Any], None),
     "/detokenize": (DetokenizeRequest, dict[str, Any], None),
     "/abort": (AbortRequest, dict[str, Any], None),
 }
-"""Paths -> types of the body, of the reply, and of a chunk of a streamed reply."""
+"""Path -> types of the body, of the whole reply, and of a streamed event (None: no stream)."""
 
 GETS = ("/v1/models", "/health", "/live", "/version", "/load", "/server_info", "/metrics")
 
 
 @functools.cache
 def describe() -> dict[str, Any]:
-    """Returns the description in the form of OpenAPI 3.1."""
+    """The description, as OpenAPI 3.1 has it."""
     types = [ErrorBody, *(kind for post in POSTS.values() for kind in post if kind is not None)]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
@@ -63,7 +63,7 @@ def _content(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 async def openapi(request: Request) -> JSONResponse:
-    """Replies with the description, and with the path under which a proxy shows the server."""
+    """The description, with the path under which a proxy shows the server."""
     root_path = request.app.state.settings.root_path
     return JSONResponse({**describe(), "servers": [{"url": root_path or "/"}]})
 

@@ -1,4 +1,4 @@
-"""Pieces of a body that go the short way to the connection, and by ASGI messages."""
+"""Chunks of a body written by the ASGI extension, and by ASGI messages."""
 
 import asyncio
 import contextlib
@@ -9,21 +9,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.run import http_server
 from server.settings import ServerSettings
-from server.sse import WRITE_CHUNK, WriteChunk, chunk_writer
+from server.sse import EXTENSION, WriteChunk, chunk_writer
 
 GET = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 def streaming(pour: Callable[[WriteChunk], Awaitable[None]]) -> ASGIApp:
-    """An application whose body is what ``pour`` writes, in ASGI messages at /messages."""
+    """Returns an application whose body ``pour`` writes; /messages uses ASGI messages."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/messages":
-            del scope["extensions"][WRITE_CHUNK]
+            del scope["extensions"][EXTENSION]
         else:
-            assert WRITE_CHUNK in scope["extensions"]
+            assert EXTENSION in scope["extensions"]
         await pour(chunk_writer(scope, send))
         await send({"type": "http.response.body", "body": b"end", "more_body": False})
 
@@ -32,7 +32,7 @@ def streaming(pour: Callable[[WriteChunk], Awaitable[None]]) -> ASGIApp:
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp) -> AsyncIterator[int]:
-    """Serves an application; gives the port."""
+    """Serves an application. Yields the port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

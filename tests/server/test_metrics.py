@@ -45,6 +45,14 @@ async def test_requests_are_on_the_page(call, text_engine) -> None:
     assert page["vllm:num_requests_running"][()] == 0
 
 
+async def test_nothing_is_exported_about_the_prefix_cache_that_is_not_built(call) -> None:
+    async with call() as client:
+        page = parse((await client.get("/metrics")).text)
+        facts = (await client.get("/server_info")).json()
+    assert not [name for name in page if "prefix_cache" in name or "tokens_cached" in name]
+    assert not [name for name in facts["engines"]["0"] if name.startswith("prefix_")]
+
+
 def bounds(page: dict[str, dict[tuple, float]], name: str) -> list[float]:
     values = {float(dict(key)["le"]): v for key, v in page[f"vllm:{name}_bucket"].items()}
     assert list(values.values()) == sorted(values.values()), "buckets are cumulative"

@@ -10,7 +10,7 @@ from server.throughput import describe, log_throughput
 
 
 def test_the_line_is_about_what_has_been_done_since_the_last() -> None:
-    before = StepStats(total_prompt_tokens=100, total_generation_tokens=50, prefix_queries=10)
+    before = StepStats(total_prompt_tokens=100, total_generation_tokens=50)
     now = StepStats(
         num_running=3,
         num_waiting=1,
@@ -18,14 +18,12 @@ def test_the_line_is_about_what_has_been_done_since_the_last() -> None:
         total_prompt_tokens=600,
         total_generation_tokens=75,
         total_preemptions=2,
-        prefix_queries=110,
-        prefix_hits=25,
     )
     assert describe(2, before, now, 10.0) == (
         "Engine 002: Avg prompt throughput: 50.0 tokens/s, "
         "Avg generation throughput: 2.5 tokens/s, "
         "Running: 3 reqs, Waiting: 1 reqs, Preemptions: 2, "
-        "KV cache usage: 12.5%, Prefix cache hit rate: 25.0%"
+        "KV cache usage: 12.5%"
     )
 
 

@@ -1,8 +1,4 @@
-"""Who may import whom, read from the source.
-
-    server -> jaxserve (host-only modules)
-    jaxserve.engine -> core;  engine.factory -> runner -> models -> ops -> pallas_kernels
-                              runner -> sampling, checkpoint
+"""Who may import whom, and how large a file is, read from the source.
 
 The front process must not pay for jax, and a scheduling policy must be testable without it.
 """
@@ -137,32 +133,86 @@ def test_core_is_pure_python(module: str) -> None:
     assert not {top(n) for n in imported_by(module)} & {"time", "random", "os", "socket", "asyncio"}
 
 
+LAYERS = (
+    *("pallas_kernels", "jaxserve.errors", "jaxserve.sampling_params", "jaxserve.config"),
+    *("jaxserve.device", "jaxserve.ipc", "jaxserve.cli", "jaxserve.text", "jaxserve.core"),
+    *("jaxserve.structured_output", "jaxserve.parsing", "jaxserve.checkpoint", "jaxserve.ops"),
+    *("jaxserve.models", "jaxserve.sampling", "jaxserve.runner", "jaxserve.engine"),
+    *("jaxserve.client", "jaxserve.front", "jaxserve.openai", "jaxserve.offline", "jaxserve.llm"),
+    *("jaxserve.testing", "jaxserve.bench", "jaxserve", "server"),
+)
+"""Packages and root modules, each of which imports only those before it."""
+
+
+def layer(module: str) -> str:
+    """The entry of `LAYERS` that a module belongs to."""
+    return max((name for name in LAYERS if is_in(module, name)), key=len)
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if name != "jaxserve"])
+def test_a_layer_imports_only_those_below_it(module: str) -> None:
+    """Also within functions, and for type checkers only. ``jaxserve`` itself has the version."""
+    below = LAYERS[: LAYERS.index(layer(module)) + 1]
+    wrong = {name for name in own(module) if name != "jaxserve" and layer(name) not in below}
+    assert not wrong
+
+
+def all_imports(module: str) -> frozenset[str]:
+    """The modules of ours that a module imports anywhere, for type checkers too."""
+    found = set()
+    for node in ast.walk(ast.parse(modules()[module].read_text())):
+        for name in imports(ast.Module([node], []), at_import_time=False):  # type: ignore[list-item]
+            while name and name not in modules():
+                name = name.rpartition(".")[0]
+            found |= {name} - {"", module}
+    return frozenset(found)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    rest = {module: all_imports(module) for module in modules()}
+    while free := {module for module, needs in rest.items() if not needs & rest.keys()}:
+        rest = {module: needs for module, needs in rest.items() if module not in free}
+    assert not rest
+
+
+def test_a_circle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "all_imports", lambda module: modules().keys() - {module})
+    with pytest.raises(AssertionError):
+        test_no_modules_import_each_other_in_a_circle()
+
+
+def test_the_root_is_small_and_shared() -> None:
+    root = [name for name in modules() if name.count(".") == 1 and name.startswith("jaxserve.")]
+    files = [name for name in root if modules()[name].name != "__init__.py"]
+    assert len(files) < 8, "with __init__.py at most eight files"
+    for file in files:
+        importers = [module for module in modules() if file in own(module)]
+        assert len(importers) != 1, f"{file} belongs to its only importer {importers[0]}"
+
+
+@pytest.mark.parametrize("module", modules())
+def test_a_file_is_short_and_a_package_is_described(module: str) -> None:
+    source = modules()[module].read_text()
+    assert len(source.splitlines()) <= 330
+    assert ast.get_docstring(ast.parse(source)), "a module says what it is about"
+
+
 BACKWARDS = [
-    # (package, what nothing in it may import)
-    ("jaxserve", ("server",)),
-    (
-        "jaxserve.models",
-        ("jaxserve.runner", "jaxserve.engine", "jaxserve.core", "jaxserve.client"),
-    ),
-    ("jaxserve.ops", ("jaxserve.models", "jaxserve.runner", "jaxserve.engine", "jaxserve.core")),
-    (
-        "jaxserve.sampling",
-        ("jaxserve.models", "jaxserve.runner", "jaxserve.engine", "jaxserve.ops"),
-    ),
-    (
-        "jaxserve.checkpoint",
-        ("jaxserve.models", "jaxserve.runner", "jaxserve.engine", "jaxserve.core", "jaxserve.ops"),
-    ),
-    (
-        "jaxserve.runner",
-        ("jaxserve.engine", "jaxserve.client", "jaxserve.ipc.transport"),
-    ),
-    ("jaxserve.ipc", ("jaxserve.core", "jaxserve.engine", "jaxserve.client", "jaxserve.front")),
-    ("jaxserve.client", ("jaxserve.front", "jaxserve.text", "jaxserve.openai")),
+    # (package, what nothing in it may import although it lies below)
+    ("jaxserve.ipc", ("jaxserve.cli",)),
+    ("jaxserve.models", ("jaxserve.core", "jaxserve.ipc")),
+    ("jaxserve.ops", ("jaxserve.core", "jaxserve.ipc")),
+    ("jaxserve.sampling", ("jaxserve.models", "jaxserve.ops")),
+    ("jaxserve.runner", ("jaxserve.ipc.transport",)),
+    ("jaxserve.client", ("jaxserve.text",)),
     ("jaxserve.engine.core", ("jaxserve.runner", "jaxserve.models", "jaxserve.ipc.transport")),
     (
         "jaxserve.openai",
         ("jaxserve.client", "jaxserve.ipc.transport", "starlette", "uvicorn"),
+    ),
+    *(
+        (package, ("jaxserve.testing", "jaxserve.bench"))
+        for package in ("jaxserve.core", "jaxserve.engine", "jaxserve.front", "server.app")
     ),
 ]
 

@@ -1,12 +1,10 @@
-"""Paged attention in plain jnp: right on every device, fast on a CPU, the reference for kernels.
+"""Paged attention in plain jnp: runs on every device, is fast on a CPU, and checks the kernels.
 
-Both paths walk over the cache in chunks of a few blocks with an online softmax, so that a chunk is
-still in the processor's cache when it is used, and go no further than the longest of the requests
-that they serve together. Everything is computed in float32.
-
-Dimensions: T tokens, R requests, W block table width, S tokens in a chunk, K key-value heads, G
-query heads for each of them, H = K * G query heads, D head dim, B requests in a decode tile, Q
-queries in a prefill tile.
+Both paths walk over the cache in chunks of a few blocks with an online softmax: a chunk stays in the
+processor's cache while it is used, and no path reads past the longest request that it serves. All
+arithmetic is float32. Dimensions: T tokens, R requests, W block table width, S tokens in a chunk,
+K key-value heads, G query heads for each of them, H = K * G query heads, D head dim, B requests in
+a decode tile, Q queries in a prefill tile.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from jax import lax
 from jaxserve.device import Device
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 
-# The score of a position that a query does not see. Finite: a query of which nothing has been seen
-# yet gets equal weights instead of NaN, and they vanish at the first real score.
+# The score of a position that a query does not see. It is finite, so that a query without a visible
+# position so far gets equal weights and no NaN; they vanish at the first real score.
 _MASKED = -1e30
 # Keys that a decode tile reads at a time; measured, the optimum is flat.
 _DECODE_CHUNK_FLOATS = 2**19

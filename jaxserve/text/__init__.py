@@ -1,0 +1,4 @@
+"""Text and tokens: the tokenizer, the incremental detokenizer and the chat template.
+
+Knows neither requests nor engines. Never imports jax or transformers.
+"""

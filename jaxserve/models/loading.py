@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ Params = dict[str, Any]
 """Nested dicts of device arrays, keyed by attribute and by index in a list of layers."""
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """The part of a checkpoint that is needed here."""
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import jax
+from jaxtyping import Float, Int32
 
+from jaxserve.arrays import Leaf
 from jaxserve.device import Device
 from jaxserve.errors import ConfigError
 
@@ -28,8 +30,8 @@ class KVCache:
       v: the same shape and dtype.
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: Float[Leaf, "layers blocks block_size kv_heads head_dim"]
+    v: Float[Leaf, "layers blocks block_size kv_heads head_dim"]
 
 
 @jax.tree_util.register_dataclass
@@ -56,11 +58,11 @@ class AttentionMeta:
         T == R. Padding rows have ``seq_lens`` 0.
     """
 
-    positions: jax.Array
-    slots: jax.Array
-    block_tables: jax.Array
-    seq_lens: jax.Array
-    query_start: jax.Array
+    positions: Int32[Leaf, " tokens"]
+    slots: Int32[Leaf, " tokens"]
+    block_tables: Int32[Leaf, "rows width"]
+    seq_lens: Int32[Leaf, " rows"]
+    query_start: Int32[Leaf, " rows+1"]
     decode_only: bool = field(metadata={"static": True}, default=False)
 
 

@@ -1,10 +1,10 @@
 """Paged attention in plain jnp: runs on every device, is fast on a CPU, and checks the kernels.
 
-Both paths walk over the cache in chunks of a few blocks with an online softmax: a chunk stays in the
-processor's cache while it is used, and no path reads past the longest request that it serves. All
-arithmetic is float32. Dimensions: T tokens, R requests, W block table width, S tokens in a chunk,
-K key-value heads, G query heads for each of them, H = K * G query heads, D head dim, B requests in
-a decode tile, Q queries in a prefill tile.
+Both paths walk over the cache in chunks of a few blocks with an online softmax: a chunk stays in
+the processor's cache while it is used, and no path reads past the longest request that it serves.
+All arithmetic is float32. Dimensions: T tokens, R requests, W block table width, S tokens in a
+chunk, K key-value heads, G query heads for each of them, H = K * G query heads, D head dim, B
+requests in a decode tile, Q queries in a prefill tile.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.arrays import Leaf
 from jaxserve.core.plan import StepPlan
 from jaxserve.ops.attention import AttentionMeta
 from jaxserve.runner.buckets import Bucket
@@ -31,11 +32,11 @@ class StepInputs:
         for padding, for requests that do not sample and if the sampler is to choose.
     """
 
-    tokens: jax.Array
-    sources: jax.Array
+    tokens: Leaf
+    sources: Leaf
     meta: AttentionMeta
-    last: jax.Array
-    targets: jax.Array
+    last: Leaf
+    targets: Leaf
 
 
 class BatchBuilder:

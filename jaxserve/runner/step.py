@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxserve.arrays import Leaf
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 from jaxserve.runner.batch import StepInputs
 from jaxserve.runner.packing import Packed
@@ -50,7 +51,7 @@ class StepState:
     """
 
     kv: KVCache
-    last_tokens: jax.Array
+    last_tokens: Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -64,9 +65,9 @@ class Forward:
       best: i32[R], the most likely next tokens.
     """
 
-    hidden: jax.Array
-    logits: jax.Array
-    best: jax.Array
+    hidden: Leaf
+    logits: Leaf
+    best: Leaf
 
 
 # The compiler takes a donated cache, which fills most of the memory, for several, and would compute

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.arrays import Leaf
 from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import ScheduledRequest, StepPlan
 from jaxserve.runner.buckets import sampler_sizes
@@ -37,7 +38,7 @@ class Sampled:
     of those that asked; None if there are none.
     """
 
-    tokens: jax.Array | None
+    tokens: Leaf | None
     logprobs: Logprobs | None
 
 

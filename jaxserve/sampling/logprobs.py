@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.arrays import Leaf
 from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.sampling.vocabulary import top_k
 
@@ -35,10 +36,10 @@ class Logprobs:
       top: f32[R, K].
     """
 
-    sampled: jax.Array
-    ranks: jax.Array
-    top_ids: jax.Array
-    top: jax.Array
+    sampled: Leaf
+    ranks: Leaf
+    top_ids: Leaf
+    top: Leaf
 
 
 def compute_logprobs(

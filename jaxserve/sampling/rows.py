@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxserve.arrays import Leaf
+
 SMALL_TOP_K = 64
 """Up to here top-k is found among the best groups of the vocabulary; beyond it, by bisection."""
 
@@ -49,10 +51,10 @@ class BlockedTokens:
       after: i32[N], the token that must be there, in [0, V); 0 where ``sources`` is -1.
     """
 
-    rows: jax.Array
-    ids: jax.Array
-    sources: jax.Array
-    after: jax.Array
+    rows: Leaf
+    ids: Leaf
+    sources: Leaf
+    after: Leaf
 
     def decided(self, last_tokens: jax.Array, num_rows: int) -> BlockedTokens:
         """The same with those that are not blocked after all turned into padding."""
@@ -75,9 +77,9 @@ class BiasedTokens:
       values: f32[N], finite.
     """
 
-    rows: jax.Array
-    ids: jax.Array
-    values: jax.Array
+    rows: Leaf
+    ids: Leaf
+    values: Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -93,10 +95,10 @@ class SeenTokens:
         host has not seen and not counted; -1 for none.
     """
 
-    rows: jax.Array
-    ids: jax.Array
-    counts: jax.Array
-    pending: jax.Array
+    rows: Leaf
+    ids: Leaf
+    counts: Leaf
+    pending: Leaf
 
     def with_pending(self, last_tokens: jax.Array) -> SeenTokens:
         """The same with the pending tokens counted, in R more entries."""
@@ -137,17 +139,17 @@ class SamplingRows:
       seen: what the penalties count, or None.
     """
 
-    targets: jax.Array
-    positions: jax.Array
-    seeds: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition: jax.Array
-    frequency: jax.Array
-    presence: jax.Array
-    mask: jax.Array | None = None
+    targets: Leaf
+    positions: Leaf
+    seeds: Leaf
+    temperature: Leaf
+    top_k: Leaf
+    top_p: Leaf
+    min_p: Leaf
+    repetition: Leaf
+    frequency: Leaf
+    presence: Leaf
+    mask: Leaf | None = None
     biased: BiasedTokens | None = None
     blocked: BlockedTokens | None = None
     seen: SeenTokens | None = None

@@ -25,7 +25,11 @@ def _names(parsers: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """Settings of the API: names, access and limits. Raises ConfigError for impossible values."""
+    """Settings of the API: names, access and limits.
+
+    Raises:
+      ConfigError: a value is impossible.
+    """
 
     served_model_name: tuple[str, ...] = setting(
         (), "names of the model in the API (default: the name of the checkpoint)"
@@ -75,7 +79,11 @@ class ApiSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Settings of the process and of the chat format. Raises ConfigError for impossible values."""
+    """Settings of the process and of the chat format.
+
+    Raises:
+      ConfigError: a value is impossible.
+    """
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 listens on all networks")
     port: int = setting(8000, "port to listen on; 0 picks a free one")

@@ -1,5 +1,6 @@
-"""The HTTP server: a Starlette application, and the process that runs it with uvicorn.
+"""The HTTP application: routes, middleware, streaming, metrics and the server process.
 
-Knows HTTP, the settings and the life of the process. What the API means is in `jaxserve.openai`.
-Never imports jax.
+It turns HTTP requests into calls of `jaxserve.openai` and their results into responses. It knows
+Starlette and uvicorn, and runs in the front process, so it must never import JAX. `jaxserve.openai`
+decides what the fields of the API mean, and must not know HTTP.
 """

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 if __name__ == "__main__":
-    # Until there is somebody to handle it, Ctrl-C ends the process at once and without a traceback.
+    # Until a handler is installed, Ctrl-C ends the process at once and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import uvloop
@@ -27,7 +27,7 @@ from server.settings import ApiSettings, ServerSettings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server until it is told to stop. Returns the exit code."""
+    """Runs the server until a signal stops it. Returns the exit code."""
     args = make_parser().parse_args(argv)
     console = Console(sys.stderr)
     try:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(listener, config, api, settings, console))
     except Stopped as stopped:
-        console.say(f"stopped by {stopped} before it was ready")
+        console.say(f"stopped by {stopped} before the server was ready")
         return 128 + stopped.signal_number
     except JaxserveError as error:
         console.say(f"error: {error}")
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of the server."""
+    """Returns the parser of all flags."""
     parser = argparse.ArgumentParser(
         prog="jaxserve", description="Serve a language model over the OpenAI HTTP API."
     )
@@ -66,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_config(args: argparse.Namespace) -> EngineConfig:
-    """What the flags tell the engines."""
+    """Returns the settings of the engines. Raises ConfigError."""
     if args.positional_model is not None:
         args.model = args.positional_model
     return read_engine_config(args)
@@ -76,13 +76,13 @@ def _set_up_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s"
     )
-    # They report what the console says already.
+    # These two report what the console already says.
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def _raise_file_limit() -> None:
-    """Every connection is an open file, and the usual soft limit is low."""
+    """Raises the soft limit on open files: every connection needs one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

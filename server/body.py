@@ -1,4 +1,4 @@
-"""Reads the JSON body of a request, and its id."""
+"""Reads the JSON body and the ID of a request."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 async def read_json(request: Request, body_type: type[T]) -> T:
-    """The body as a struct.
+    """Returns the body as a struct.
 
     Raises:
-      HTTPException: the body is too large, too slow, or of another content type.
-      InvalidRequestError: it is not JSON, or not of this type.
+      HTTPException: the body is too large, arrives too slowly, or has another content type.
+      InvalidRequestError: the body is not JSON, or does not fit ``body_type``.
     """
     _check_content_type(request)
     settings: ApiSettings = request.app.state.settings
@@ -29,7 +29,7 @@ async def read_json(request: Request, body_type: type[T]) -> T:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
-    # What is declared need not be true, or there at all, so what comes is counted.
+    # A content-length may be missing or wrong, so the received bytes are counted too.
     body = bytearray()
     try:
         async with asyncio.timeout(settings.body_timeout):
@@ -40,14 +40,14 @@ async def read_json(request: Request, body_type: type[T]) -> T:
     except TimeoutError as error:
         raise HTTPException(
             408,
-            f"the body did not come within {settings.body_timeout:g} s",
+            f"the body did not arrive within {settings.body_timeout:g} s",
             {"Connection": "close"},
         ) from error
     return decode(bytes(body), body_type)
 
 
 def request_id(request: Request, own: str | None) -> str:
-    """The id of a request: that of its header, else ``own`` of its body, else the one it got."""
+    """Returns the ID from the header, else ``own`` from the body, else the generated one."""
     state = request.state
     if own is not None and not state.has_own_id and is_good_id(own):
         state.request_id = own
@@ -56,20 +56,18 @@ def request_id(request: Request, own: str | None) -> str:
 
 def _check_content_type(request: Request) -> None:
     given = request.headers.get("content-type")
-    # A web page can send a body without a content type to any origin without asking first, so
-    # only what is no web page may leave it out.
+    # Browsers send a body without a content type across origins without a preflight request, so
+    # a request that carries an origin must have one.
     if given is None and "origin" not in request.headers:
         return
     if (given or "").partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(
-            400, f"the body must be sent as Content-Type: application/json, got {given!r:.100}"
-        )
+        raise HTTPException(400, f"the Content-Type must be application/json, got {given!r:.100}")
 
 
 def _too_large(limit: int) -> HTTPException:
-    # The rest of the body is not read, so the connection is of no more use.
+    # The rest of the body stays unread, so the connection cannot be used again.
     return HTTPException(
         413,
-        f"the body is larger than the {limit / MIB:g} MiB that this server takes",
+        f"the body exceeds this server's limit of {limit / MIB:g} MiB",
         {"Connection": "close"},
     )

@@ -1,4 +1,4 @@
-"""What a person sees while the server starts."""
+"""Prints the progress of the start to the terminal or the log."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from jaxserve.config import GIB, MIB
 from jaxserve.ipc.messages import Progress
 
 QUIET_S = 3.5
-"""Time without a word after which the next tick says how far things are."""
+"""Seconds without output after which the next tick prints the progress."""
 
 BAR_WIDTH = 24
 
 
 @dataclass(frozen=True)
 class _Running:
-    """A phase in flight: the last that was heard of it, and when it began."""
+    """A running phase: its latest event, and when it began."""
 
     event: Progress
     since_s: float
 
 
 class Console:
-    """Prints the course of a start.
+    """Prints the progress of a start.
 
-    On a terminal the phase in flight is a bar that is drawn over; elsewhere it is a line when it
-    begins, one when it ends and one now and then in between. Finished phases stay on both. Engines
-    start side by side, each in a phase of its own; the bar is of the first that is in one.
+    On a terminal, the running phase is a bar that is redrawn in place. Elsewhere, a phase prints a
+    line when it begins, one when it ends, and one now and then in between. Lines of finished phases
+    stay in both cases. Engines start at the same time, each with its own phase; the bar shows the
+    lowest-numbered engine that is in one.
 
     Args:
-      out: where to print.
-      clock: seconds, as `time.monotonic`; for tests.
+      out: the stream to print to.
+      clock: returns seconds, like `time.monotonic`; replaced in tests.
     """
 
     def __init__(self, out: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,24 +46,24 @@ class Console:
         self._out = out
         self._clock = clock
         self._is_terminal = out.isatty()
-        self._last_word_s = clock()
+        self._last_output_s = clock()
         self._started_s = clock()
-        self._heard_s = clock()
+        self._last_event_s = clock()
         self._running: dict[int, _Running] = {}
         self._has_bar = False
 
     def say(self, text: str) -> None:
-        """Prints lines that stay."""
+        """Prints permanent lines, and erases the bar."""
         if self._has_bar:
             self._out.write("\r\x1b[K")
             self._has_bar = False
         self._out.write(text + "\n")
         self._out.flush()
-        self._last_word_s = self._clock()
+        self._last_output_s = self._clock()
 
     def progress(self, event: Progress) -> None:
-        """Shows how far a phase is."""
-        now = self._heard_s = self._clock()
+        """Shows the progress of a phase."""
+        now = self._last_event_s = self._clock()
         self.phase = event.phase
         before = self._running.pop(event.engine, None)
         is_new = before is None or before.event.phase != event.phase
@@ -77,19 +78,19 @@ class Console:
             self.say(f"  {_label(event)}...")
 
     def tick(self) -> None:
-        """Breaks a silence that has become long. To be called every second or so."""
+        """Prints the progress again after a long silence. Call it about every second."""
         if self._is_terminal:
             self._draw()
-        elif self._clock() - self._last_word_s >= QUIET_S:
+        elif self._clock() - self._last_output_s >= QUIET_S:
             for _, running in sorted(self._running.items()):
                 self.say(f"  {self._where(running)}")
             if not self._running:
-                waited = self._clock() - self._heard_s
+                waited = self._clock() - self._last_event_s
                 self.say(f"  waiting for {waited:.0f} s, after: {self.phase}")
 
     @contextmanager
     def talking(self) -> Iterator[None]:
-        """Calls `tick` while the block runs, from the running event loop."""
+        """Calls `tick` every second while the block runs. Needs a running event loop."""
 
         async def keep_ticking() -> None:
             while True:
@@ -103,14 +104,14 @@ class Console:
             task.cancel()
 
     def decisions(self, decisions: Iterable[Sequence[str]]) -> None:
-        """Prints (what, value, why) lines."""
+        """Prints lines of (name, value, reason)."""
         rows = list(decisions)
         width = max((len(what) for what, _, _ in rows), default=0)
         for what, value, why in rows:
             self.say(f"  {what:<{width}}  {value}  ({why})")
 
     def ready(self, *, url: str, model: str, context: int, is_chat: bool, needs_key: bool) -> None:
-        """Prints where the server is and a command to try it with."""
+        """Prints the URL, the model, and a command to try them."""
         took = self._clock() - self._started_s
         example = _curl(url, model, is_chat=is_chat, needs_key=needs_key)
         self.say(
@@ -138,7 +139,7 @@ class Console:
         event = running.event
         elapsed = self._clock() - running.since_s
         left = ""
-        # Bytes are alike; of programs one may take a hundred times as long as the next.
+        # Estimate for bytes only: one program may take a hundred times as long as the next.
         if event.unit == "bytes" and 0 < event.done < event.total and elapsed > 1:
             left = f", about {elapsed * (event.total - event.done) / event.done:.0f} s left"
         detail = f" ({event.detail})" if event.detail else ""

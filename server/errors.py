@@ -1,4 +1,4 @@
-"""Every error as a JSON body of one shape, whatever raised it."""
+"""Turns every error into a JSON body of the same shape, whatever raised it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ TYPES = {
 
 
 def reply_to(error: Exception) -> ErrorReply:
-    """What to answer when this was raised."""
+    """Returns the reply for an exception."""
     if isinstance(error, UnavailableError):
         return make_error(503, str(error), type=TYPES[503])
     return error_reply(error)
 
 
 def to_response(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response:
-    """The HTTP response of an error."""
+    """Returns the HTTP response of an error, with ``Retry-After`` where a retry makes sense."""
     headers = dict(headers or {})
     if reply.status in RETRY_AFTER_S:
         headers["Retry-After"] = RETRY_AFTER_S[reply.status]
@@ -51,26 +51,26 @@ def to_response(reply: ErrorReply, headers: dict[str, str] | None = None) -> Res
 
 
 def on_user_error(request: Request, error: Exception) -> Response:
-    """Answers errors of jaxserve."""
+    """Responds to errors of jaxserve."""
     return to_response(reply_to(error))
 
 
 def on_http_error(request: Request, error: Exception) -> Response:
-    """Answers errors of the HTTP layer: no such path, wrong method, body too large..."""
+    """Responds to errors of the HTTP layer: unknown path, wrong method, body too large..."""
     assert isinstance(error, HTTPException)
     message = error.detail
-    if error.status_code == 404 and "endpoint" not in request.scope:  # no route fits
+    if error.status_code == 404 and "endpoint" not in request.scope:  # no route matches
         message = _no_such_path(request)
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        message = f"{request.method} is not for {_path(request)}; use {allowed}"
+        message = f"{_path(request)} does not support {request.method}; use {allowed}"
     kind = TYPES.get(error.status_code, "BadRequestError")
     reply = make_error(error.status_code, message, type=kind)
     return to_response(reply, dict(error.headers or {}))
 
 
 def on_disconnect(request: Request, error: Exception) -> Response:
-    """The client has gone; nobody reads this."""
+    """Returns a response that nobody reads: the client has disconnected."""
     return Response(status_code=499)
 
 
@@ -82,7 +82,7 @@ HANDLERS = {
 
 
 class CatchUnexpected:
-    """Answers what no handler is for with a plain 500, and keeps its traceback in the log."""
+    """Responds with a plain 500 to unexpected exceptions, and logs their tracebacks."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -105,14 +105,14 @@ class CatchUnexpected:
 
 
 def _no_such_path(request: Request) -> str:
-    """Most wrong paths are right ones under a wrong base URL."""
+    """Returns the message for an unknown path. Most are known ones under a wrong base URL."""
     path = _path(request)
     known = [route.path for route in request.app.routes]
     for right in known:
         if right == API_PREFIX + path or (path.endswith(right) and right.startswith(API_PREFIX)):
             return (
                 f"there is nothing at {path}; did you mean {right}? "
-                f"The base URL of the API is that of the server and {API_PREFIX}"
+                f"The base URL of the API is the server's URL followed by {API_PREFIX}"
             )
     return f"there is nothing at {path}; the API is under {API_PREFIX}"
 

@@ -1,4 +1,4 @@
-"""What happens to every request before it is routed: it gets an id, and its key is looked at."""
+"""Middleware that runs before routing: request IDs, API keys, and protection from foreign pages."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from jaxserve.openai.errors import make_error
 from server.errors import TYPES, to_response
 
 OPEN_PATHS = frozenset({"/health", "/live"})
-"""What can be asked without a key, so that probes need none."""
+"""Paths that need no key, so that health probes work without one."""
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing and start no work."""
 
 LOCAL_DOMAINS = (".localhost", ".local", ".internal")
-"""Domains in which nobody can have a name for the whole world."""
+"""Domains that nobody can register in the public DNS."""
 
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def is_good_id(text: str) -> bool:
-    """Whether a request id is short and plain, so that it can be written anywhere."""
+    """Returns True if a request ID is short and plain enough for headers, logs and replies."""
     return _GOOD_ID.fullmatch(text) is not None
 
 
 class RequestId:
-    """Puts the client's ``x-request-id``, or a new one, into the request's state and the reply.
+    """Puts the client's ``x-request-id`` into the request's state and the response.
 
-    One that is long or has odd characters is replaced, so that it can be written anywhere.
+    A missing ID, or one that `is_good_id` rejects, is replaced by a new one.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -56,7 +56,7 @@ class RequestId:
 
 
 class RootPath:
-    """Takes off the path that a proxy has put in front of ours and did not take off itself."""
+    """Strips the path prefix of a proxy that passes it on. Paths without it are left alone."""
 
     def __init__(self, app: ASGIApp, *, root_path: str) -> None:
         self._app = app
@@ -70,14 +70,14 @@ class RootPath:
 
 
 class ApiKey:
-    """Lets a request through if it carries one of the keys, or asks for an open path."""
+    """Passes a request on if it carries one of the keys or is for one of `OPEN_PATHS`, else 401."""
 
     def __init__(self, app: ASGIApp, *, keys: tuple[str, ...]) -> None:
         self._app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The path as it was sent; a URL put together from the Host header can be forged.
+        # The path as it was sent: a URL built from the Host header can be forged.
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in OPEN_PATHS or self._is_known(Headers(scope=scope).get("authorization", "")):
             await self._app(scope, receive, send)
@@ -93,24 +93,24 @@ class ApiKey:
     def _is_known(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
         digest = hashlib.sha256(key.strip().encode()).digest()
-        # Every key is compared, and in constant time, so that the time tells nothing.
+        # Compare every key in constant time, so that timing reveals nothing.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 
 
 class ForeignPages:
-    """Refuses what the pages of other sites make a browser send.
+    """Refuses requests that a browser sends on behalf of other sites, with 403.
 
-    A page can send requests to any server that the browser reaches, so also to one that listens
-    to this machine only. The browser says which page it is for in ``origin``. If the page's own
-    name is made to lead here (DNS rebinding) it is no stranger to the browser, but ``host`` has
-    that name. `OPEN_PATHS` are open to all.
+    A web page can send requests to any server that the browser can reach, including one that only
+    listens on this machine. The browser names the page in ``origin``. With DNS rebinding, the name
+    of the page itself resolves to this server: the browser then sees the same origin, but ``host``
+    still carries that name. `OPEN_PATHS` are open to everyone.
 
     Args:
-      hosts: names under which the server may be asked, besides those that no site can have:
-        addresses, names without a dot, and `LOCAL_DOMAINS`. ``*`` or None: under any.
-      origins: of pages that may do more than read; ``*``: all. That of the server itself always
-        may, and so may what is no page of the web.
+      hosts: names accepted in the ``Host`` header, besides those that no public site can have:
+        IP addresses, names without a dot, and `LOCAL_DOMAINS`. ``*`` or None accepts any name.
+      origins: origins whose pages may use methods other than `READING`; ``*`` accepts all. Pages of
+        the server's own origin, and clients that are not web pages, are always accepted.
     """
 
     def __init__(
@@ -121,19 +121,19 @@ class ForeignPages:
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        why = self._objection(scope)
-        if why is None:
+        reason = self._reason_to_refuse(scope)
+        if reason is None:
             await self._app(scope, receive, send)
         else:
-            await to_response(make_error(403, why, type=TYPES[403]))(scope, receive, send)
+            await to_response(make_error(403, reason, type=TYPES[403]))(scope, receive, send)
 
-    def _objection(self, scope: Scope) -> str | None:
+    def _reason_to_refuse(self, scope: Scope) -> str | None:
         if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
             return None
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if self._hosts is not None and not self._is_ours(_name_of(host)):
-            return f"the server is not known as {host:.100}; it may be with --allowed-hosts"
+        if self._hosts is not None and not self._is_allowed(_name_of(host)):
+            return f"the host name {host:.100} is not allowed; add it with --allowed-hosts"
         origin = headers.get("origin")
         if (
             origin is None
@@ -144,11 +144,11 @@ class ForeignPages:
         scheme, _, site = origin.partition("://")
         if (scheme in ("http", "https") and site != host) or origin == "null":
             return (
-                f"pages of {origin:.100} may not use this server; they may with --allowed-origins"
+                f"pages of {origin:.100} may not use this server; allow them with --allowed-origins"
             )
         return None
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_allowed(self, name: str) -> bool:
         assert self._hosts is not None
         if "." not in name or name.endswith(LOCAL_DOMAINS) or name in self._hosts:
             return True
@@ -160,7 +160,7 @@ class ForeignPages:
 
 
 def _name_of(host: str) -> str:
-    """A host header without its port, and an IPv6 address without its brackets."""
+    """Returns a host header without its port, and an IPv6 address without its brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].rstrip(".").lower()

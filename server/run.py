@@ -1,4 +1,4 @@
-"""The life of a server process: listen, start the engines, serve, drain, end."""
+"""Runs a server process: listen, start the engines, serve, drain, exit."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from server.throughput import log_throughput
 T = TypeVar("T")
 
 LAST_BYTES_TIMEOUT_S = 2
-"""How long connections may take to close once nothing runs any more."""
+"""Seconds that connections may take to close once no request is in flight."""
 
 
 class Stopped(Exception):
-    """The process was told to end. ``signal_number`` is by what."""
+    """A signal stopped the process during the start. ``signal_number`` is its number."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
@@ -43,7 +43,7 @@ class Stopped(Exception):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises ConfigError if that is not possible."""
+    """Returns a socket that listens on an address. Raises ConfigError if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -61,7 +61,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_local(listener: socket.socket) -> bool:
-    """Whether only this machine can reach it."""
+    """Returns True if only this machine can reach the socket."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
@@ -72,11 +72,11 @@ async def serve(
     settings: ServerSettings,
     console: Console,
 ) -> None:
-    """Serves until a SIGINT or SIGTERM comes; a second one cuts short what is still running.
+    """Serves until a SIGINT or SIGTERM; a second one aborts the requests in flight.
 
     Raises:
-      Stopped: the signal came before the server was ready.
-      JaxserveError: it cannot start.
+      Stopped: a signal arrived before the server was ready.
+      JaxserveError: the server cannot start.
     """
     state = ServerState()
     state.config = config
@@ -111,7 +111,7 @@ async def _start(
     console: Console,
     state: ServerState,
 ) -> tuple[TextEngine, EngineClient]:
-    """Starts the engines, and reads the tokenizer while they load."""
+    """Starts the engines, and loads the tokenizer in the meantime."""
 
     def on_progress(event: Any) -> None:
         console.progress(event)
@@ -130,7 +130,7 @@ async def _start(
         raise
     text_engine = make_text_engine(client, files, api, settings, chat_template=template)
     client.on_outputs = text_engine.metrics.step_done
-    # What has been made so far stays; the collector need not look at it again.
+    # Everything created so far stays, so keep the garbage collector from scanning it again.
     gc.collect()
     gc.freeze()
     return text_engine, client
@@ -159,7 +159,7 @@ def make_text_engine(
 
 
 async def _unless_stopped(stop: asyncio.Future[int], work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``. If a signal comes first it is cancelled. Raises Stopped."""
+    """Returns the result of ``work``. Cancels it and raises Stopped if a signal comes first."""
     task = asyncio.create_task(work)
     await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
@@ -170,7 +170,7 @@ async def _unless_stopped(stop: asyncio.Future[int], work: Coroutine[Any, Any, T
 
 
 def _signals() -> tuple[asyncio.Future[int], asyncio.Future[int]]:
-    """The numbers of the first and of the second signal that asks the process to end."""
+    """Returns futures of the first and the second SIGINT or SIGTERM, set to its number."""
     loop = asyncio.get_running_loop()
     first, second = loop.create_future(), loop.create_future()
 
@@ -197,7 +197,7 @@ def _throughput_lines(client: EngineClient, interval_s: float) -> Iterator[None]
 
 
 async def _drain(client: EngineClient, timeout_s: float, hurry: asyncio.Future[int]) -> None:
-    """Lets requests finish until the time is up or ``hurry`` is set; aborts the rest."""
+    """Waits for requests to finish until the timeout or until ``hurry``; aborts the rest."""
     draining = asyncio.create_task(client.drain(timeout_s))
     await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():
@@ -206,7 +206,7 @@ async def _drain(client: EngineClient, timeout_s: float, hurry: asyncio.Future[i
 
 
 def http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
-    """What speaks HTTP for ``app``; it takes the sockets to listen on."""
+    """Returns an HTTP server for ``app``. Pass the listening sockets to its ``serve``."""
     return HttpServer(
         uvicorn.Config(
             app,
@@ -217,7 +217,7 @@ def http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
             access_log=False,
             server_header=False,
             timeout_keep_alive=settings.keep_alive_timeout,
-            timeout_graceful_shutdown=2 * LAST_BYTES_TIMEOUT_S,  # for work that nothing else ends
+            timeout_graceful_shutdown=2 * LAST_BYTES_TIMEOUT_S,  # for tasks that hang
         ),
         last_bytes_s=LAST_BYTES_TIMEOUT_S,
     )
@@ -230,7 +230,9 @@ def _announce(
     sampling, source = text_engine.model.defaults.describe()
     console.decisions([*text_engine.engine.ready.decisions, ("sampling", sampling, source)])
     if not is_local(listener) and not api.api_key:
-        console.say("  WARNING: everybody who can reach this machine can use it; see --api-key")
+        console.say(
+            "  WARNING: anyone who can reach this machine can use the server; see --api-key"
+        )
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)
     if reachable is None:
         reachable = f"[{host}]" if ":" in host else host
@@ -244,7 +246,7 @@ def _announce(
 
 
 def read_template(path: str | None) -> str | None:
-    """The text of a ``--chat-template`` file. Raises ConfigError."""
+    """Returns the contents of a ``--chat-template`` file, None for None. Raises ConfigError."""
     if path is None:
         return None
     try:

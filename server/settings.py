@@ -1,4 +1,4 @@
-"""What a server can be told, beyond what its engines can."""
+"""The settings of the server, besides those of its engines. Each field is a flag."""
 
 from __future__ import annotations
 
@@ -20,37 +20,42 @@ from jaxserve.parsing.registry import (
 
 
 def _names(parsers: Mapping[str, str]) -> str:
-    return f"{', '.join(parsers)}, none, or auto for what the chat template shows"
+    return f"{', '.join(parsers)}, none, or auto to detect it from the chat template"
 
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """What the API answers, and to whom."""
+    """Settings of the API: names, access and limits.
+
+    Raises:
+      ConfigError: a value is impossible.
+    """
 
     served_model_name: tuple[str, ...] = setting(
-        (), "names of the model in the API; unset: the checkpoint's own name"
+        (), "names of the model in the API (default: the name of the checkpoint)"
     )
     api_key: tuple[str, ...] = setting(
-        (), "keys of which a client must send one as a bearer token; unset: none is needed"
+        (), "accepted API keys; clients send one as a bearer token (default: no key needed)"
     )
     max_queue: int = setting(
-        1024, "answers in flight, running or waiting, beyond which requests are refused with 429"
+        1024, "largest number of completions running or waiting; more requests get a 429"
     )
     max_body_mib: int = setting(8, "largest request body in MiB")
-    body_timeout: float = setting(60.0, "seconds in which the body of a request must have come")
+    body_timeout: float = setting(60.0, "seconds within which a request body must arrive")
     root_path: str = setting(
-        "", "path under which a proxy shows the server, such as /llm; works with it and without"
+        "", "path prefix added by a proxy, such as /llm; requests work with and without it"
     )
     allowed_origins: tuple[str, ...] = setting(
-        (), "web origins whose pages may use the API (CORS), * for all; unset: none"
+        (), "web origins whose pages may use the API (CORS); * allows all (default: none)"
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "names under which the server may be asked, besides addresses and local names, * for any; "
-        "unset: none if it listens to this machine only and needs no key, else any",
+        "host names accepted in the Host header, in addition to IP addresses and local names; "
+        "* accepts any name (default: no other names if the server listens on loopback without an "
+        "API key, else any name)",
     )
     metrics_prefix: str = setting(
-        "vllm", "first part of the names of the metrics; the default fits existing dashboards"
+        "vllm", "prefix of the metric names; the default fits existing dashboards for vLLM"
     )
 
     def __post_init__(self) -> None:
@@ -61,49 +66,55 @@ class ApiSettings:
             raise ConfigError(f"--body-timeout must be more than 0, got {self.body_timeout}")
         if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
             raise ConfigError(
-                f"--root-path must begin with / and not end with it, got {self.root_path!r}"
+                f"--root-path must start with / and must not end with /, got {self.root_path!r}"
             )
         if not all(self.api_key):
             raise ConfigError("--api-key must not be empty")
 
     @property
     def max_body_bytes(self) -> int:
-        """The largest body of a request."""
+        """Size limit of a request body, in bytes."""
         return self.max_body_mib * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Where the server listens and how it runs."""
+    """Settings of the process and of the chat format.
 
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every network")
-    port: int = setting(8000, "port to listen on; 0 for any that is free")
+    Raises:
+      ConfigError: a value is impossible.
+    """
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 listens on all networks")
+    port: int = setting(8000, "port to listen on; 0 picks a free one")
     chat_template: str | None = setting(
-        None, "file with a jinja chat template; unset: the model's own"
+        None, "file with a Jinja chat template (default: the template of the model)"
     )
     default_chat_template_kwargs: str = setting(
         "", "JSON object of variables for the chat template, such as '{\"enable_thinking\": false}'"
     )
     tool_call_parser: str = setting(
-        "auto", f"form of the model's tool calls: {_names(TOOL_PARSERS)}"
+        "auto", f"format of the model's tool calls: {_names(TOOL_PARSERS)}"
     )
     reasoning_parser: str = setting(
-        "auto", f"form of the model's think blocks: {_names(REASONING_PARSERS)}"
+        "auto", f"format of the model's reasoning: {_names(REASONING_PARSERS)}"
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
-        "info", "least important messages to show"
+        "info", "lowest severity that is logged"
     )
-    log_stats_interval: float = setting(10.0, "seconds between throughput lines; 0: none")
+    log_stats_interval: float = setting(
+        10.0, "seconds between throughput lines in the log; 0 turns them off"
+    )
     shutdown_timeout: float = setting(
-        5.0, "seconds that requests in flight get to finish when the server is told to stop"
+        5.0, "seconds that requests in flight may take to finish at shutdown"
     )
     keep_alive_timeout: int = setting(75, "seconds after which an idle connection is closed")
     engine_factory: str = setting(
-        FACTORY, "module:function that builds an engine; for tests and extensions"
+        FACTORY, "module:function that builds an engine, for tests and extensions"
     )
 
     def __post_init__(self) -> None:
-        # Here, so that it is found before a model is loaded.
+        # Check here, so that errors show before a model is loaded.
         if self.tool_call_parser not in ("auto", "none"):
             tool_parser(self.tool_call_parser)
         if self.reasoning_parser not in ("auto", "none"):
@@ -112,14 +123,14 @@ class ServerSettings:
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """``default_chat_template_kwargs``, read. Raises ConfigError."""
+        """The decoded ``default_chat_template_kwargs``. Raises ConfigError."""
         text = self.default_chat_template_kwargs
         try:
             variables = dict(json.loads(text or "{}"))
             check_variables(variables)
         except (TypeError, ValueError, InvalidRequestError) as error:
             raise ConfigError(
-                "--default-chat-template-kwargs must be a JSON object of variables that the "
-                f"template has for itself, got {text[:200]!r}"
+                "--default-chat-template-kwargs must be a JSON object of template variables, none "
+                f"of which the server sets itself, got {text[:200]!r}"
             ) from error
         return variables

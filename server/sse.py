@@ -39,7 +39,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How values are written as events, and the bytes that end a stream."""
+    """A function that writes a value as an event, and the bytes that end a stream."""
 
     event: Callable[[msgspec.Struct], bytes]
     end: bytes

@@ -1,4 +1,4 @@
-"""How far a server is: starting, serving, on its way out."""
+"""The state of a server: starting, serving or draining."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jaxserve.front.text_engine import TextEngine
 
 
 class UnavailableError(JaxserveError):
-    """The server does not serve requests: not yet, or no more."""
+    """The server takes no requests: it is still starting, or shutting down."""
 
 
 class ServerState:
-    """What the routes share. An application has one, and whoever runs it moves it on.
+    """The state that all routes of an application share. Whoever runs the application updates it.
 
     Attributes:
-      text_engine: what serves requests; None while it is being made.
-      phase: what is going on while there is no front end, for people.
-      draining: requests in flight are finished, new ones are refused.
-      created: Unix time at which the server was started.
-      config: what the engines were told, to be shown.
+      text_engine: serves requests; None until the engines have started.
+      phase: the current phase of the start, for messages.
+      draining: requests in flight finish, new ones are refused.
+      created: Unix time of the start, in seconds.
+      config: the settings of the engines, shown by /server_info.
     """
 
     def __init__(self, text_engine: TextEngine | None = None) -> None:
@@ -32,7 +32,7 @@ class ServerState:
         self.config: EngineConfig | None = None
 
     def serving(self) -> TextEngine:
-        """The front end for a new request. Raises UnavailableError."""
+        """Returns the text engine for a new request. Raises UnavailableError."""
         if self.draining:
             raise UnavailableError("the server is shutting down")
         if self.text_engine is None:
@@ -44,5 +44,5 @@ class ServerState:
         self.serving().engine.check_health()
 
     def load(self) -> int:
-        """Answers in flight."""
+        """Returns the number of completions in flight."""
         return 0 if self.text_engine is None else self.text_engine.num_in_flight

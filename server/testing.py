@@ -1,4 +1,4 @@
-"""A whole server in threads of this process, for tests: real sockets, no start-up of processes."""
+"""Runs a whole server in threads of this process, for tests: real sockets, no other processes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 
 class ServerThread:
-    """Serves a model from its construction until `close`.
+    """Serves a model from construction until `close`.
 
     Args:
-      *argv: as for ``python -m server``. It listens on a free port.
+      *argv: the arguments of ``python -m server``. The default port is a free one.
 
     Attributes:
-      url: where it is, without a path.
-      text_engine: what serves the requests, in a thread of its own; see `call`.
+      url: URL of the server, without a path.
+      text_engine: serves the requests, in the thread of the server; see `call`.
 
     Raises:
-      JaxserveError: it cannot start.
+      JaxserveError: the server cannot start.
     """
 
     def __init__(self, *argv: str) -> None:
@@ -52,11 +52,11 @@ class ServerThread:
             raise
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine where the server runs, and waits for it."""
+        """Runs a coroutine in the event loop of the server, and returns its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:
-        """Ends it. Requests in flight are aborted."""
+        """Stops the server and aborts the requests in flight."""
         self.call(self._stop())
         self._end_loop()
 
@@ -97,7 +97,7 @@ def _ignore(progress: Progress) -> None:
 
 
 def flags(**settings: object) -> Sequence[str]:
-    """``num_blocks=8`` as ``--num-blocks 8``; a boolean as ``--x`` or ``--no-x``."""
+    """Returns flags: ``num_blocks=8`` is ``--num-blocks 8``, booleans are ``--x`` or ``--no-x``."""
     argv: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")

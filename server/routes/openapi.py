@@ -1,4 +1,4 @@
-"""GET /openapi.json: the API, described by the structs that read and write it."""
+"""GET /openapi.json: a description of the API, made from the structs that read and write it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GETS = ("/v1/models", "/health", "/live", "/version", "/load", "/server_info", "
 
 @functools.cache
 def describe() -> dict[str, Any]:
-    """The description, as OpenAPI 3.1 has it."""
+    """Returns the description in the format of OpenAPI 3.1."""
     types = [ErrorBody, *(kind for post in POSTS.values() for kind in post if kind is not None)]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
@@ -63,7 +63,7 @@ def _content(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 async def openapi(request: Request) -> JSONResponse:
-    """The description, with the path under which a proxy shows the server."""
+    """Returns the description, with ``root_path`` as the server's URL."""
     root_path = request.app.state.settings.root_path
     return JSONResponse({**describe(), "servers": [{"url": root_path or "/"}]})
 

@@ -16,7 +16,11 @@ from server.body import read_json
 
 
 async def tokenize(request: Request) -> Response:
-    """The token ids of a text or of a chat."""
+    """Returns the token IDs of a prompt or of a chat.
+
+    Raises:
+      InvalidRequestError, UnknownModelError: the request cannot be served.
+    """
     text_engine: TextEngine = request.app.state.server.serving()
     body = await read_json(request, TokenizeRequest)
     text_engine.model.check_name(body.model)
@@ -40,7 +44,11 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
+    """Returns the text of token IDs.
+
+    Raises:
+      InvalidRequestError, UnknownModelError: the request cannot be served.
+    """
     text_engine: TextEngine = request.app.state.server.serving()
     body = await read_json(request, DetokenizeRequest)
     text_engine.model.check_name(body.model)

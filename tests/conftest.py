@@ -10,6 +10,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+import jaxserve.testing.typecheck  # noqa: F401  (pyproject.toml names it; hooked modules need it)
 from jaxserve.checkpoint.locate import find_in_package
 from jaxserve.errors import CheckpointError
 from jaxserve.testing.tiny import write_checkpoint

@@ -82,7 +82,7 @@ def _read(config: Mapping[str, Any]) -> ModelSpec:
 
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
-    if len(names) != 1:
+    if len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(f'config.json must name one model in "architectures", got {names!r}')
     return names[0]
 
@@ -194,6 +194,11 @@ def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> rope.
         or given.get("original_max_position_embeddings")
         or max_positions
     )
+    if not isinstance(original, int | float):
+        raise CheckpointError(
+            f"original_max_position_embeddings must be a number, got {original!r:.100}"
+        )
+    original = int(original)
     match kind:
         case "default":
             scaling = None

@@ -41,7 +41,8 @@ def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """
     groups = grouped(values)
     if groups.shape[1] <= k:
-        return lax.top_k(values, k)
+        found, where = lax.top_k(values, k)
+        return found, where
     _, best = lax.top_k(groups.max(-1), k)
     # In ascending order, so that among equals in the candidates the lowest id comes first.
     best = jnp.sort(best, -1)

@@ -16,7 +16,7 @@ from jaxserve.front.metrics import RequestRecord
 from jaxserve.front.outputs import Answer
 from jaxserve.ipc.messages import Ready
 from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.sampling_params import INT64, MIN_TEMPERATURE, SamplingParams, check_ids
+from jaxserve.sampling_params import INT64, SamplingParams, check_ids
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -116,21 +116,13 @@ class AnswerBuilder:
 
     def _params(self, params: SamplingParams, sample: int, max_tokens: int) -> SamplingParams:
         """The parameters of one answer, as the engine expects them."""
-        temperature = params.temperature
-        greedy = params.is_greedy
-        if not greedy and temperature < MIN_TEMPERATURE:
-            temperature = MIN_TEMPERATURE
         seed = random.getrandbits(63) if params.seed is None else params.seed + sample
         stop_ids = params.stop_token_ids
         if self._more_end_tokens and not params.ignore_eos:
             stop_ids = tuple(dict.fromkeys(stop_ids + self._more_end_tokens))
         return msgspec.structs.replace(
-            params,
+            params.normalised(),
             n=1,
-            temperature=temperature,
-            top_p=1.0 if greedy else params.top_p,
-            top_k=0 if greedy or params.top_k < 0 else params.top_k,
-            min_p=0.0 if greedy else params.min_p,
             seed=(seed + 2**63) % 2**64 - 2**63,
             max_tokens=max_tokens,
             stop_token_ids=stop_ids,

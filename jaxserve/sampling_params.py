@@ -10,14 +10,13 @@ import msgspec
 from jaxserve.errors import InvalidRequestError
 
 GREEDY_TEMPERATURE = 1e-5
-"""Below this, a temperature means: take the most likely token."""
+"""A temperature below this takes the most likely token."""
 
-MIN_TEMPERATURE = 0.01
-"""Temperatures between the two are raised to this, so that logits stay finite."""
-
-TEMPERATURES = (MIN_TEMPERATURE, 1e6)
+TEMPERATURES = (0.01, 1e6)
 REPETITION_PENALTIES = (1e-6, 1e6)
-"""What an engine computes with: what is beyond, in float32, would make logits infinite or NaN."""
+"""The ranges that an engine computes with. Values beyond them would make float32 logits infinite or
+NaN, so `SamplingParams.normalised` moves them to the limits.
+"""
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
@@ -244,6 +243,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             or self.frequency_penalty != 0
             or self.repetition_penalty != 1
         )
+
+    def normalised(self) -> SamplingParams:
+        """Returns the same parameters in the form that the engine relies on.
+
+        * A greedy request has temperature 0 and no filters: top_k 0, top_p 1, min_p 0.
+        * Any other temperature is within `TEMPERATURES`, and repetition_penalty is within
+          `REPETITION_PENALTIES`, so that logits stay finite in float32.
+        * top_k is 0 if it is off.
+        """
+        low, high = REPETITION_PENALTIES
+        penalty = min(max(self.repetition_penalty, low), high)
+        filters = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        if not self.is_greedy:
+            low, high = TEMPERATURES
+            temperature = min(max(self.temperature, low), high)
+            filters = {"temperature": temperature, "top_k": max(self.top_k, 0)}
+        return msgspec.structs.replace(self, repetition_penalty=penalty, **filters)
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raises InvalidRequestError if an id is not in ``[0, vocab_size)``.

@@ -17,8 +17,8 @@ from jaxserve.core.plan import StepPlan
 from jaxserve.device import Device
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import NARROW_TABLE, Bucket
+from jaxserve.runner.jit import pack
 from jaxserve.runner.kv_cache import bytes_per_token
-from jaxserve.runner.packing import pack
 from jaxserve.runner.step import StepState, make_step
 from pallas_kernels.testing import deviceless
 

@@ -110,7 +110,7 @@ def test_attention_backend(example, monkeypatch, window, soft_cap) -> None:
 @of("A sampler stage")
 def test_sampler_stage(example: types.ModuleType) -> None:
     probabilities = jnp.array([[0.5, 0.4999, 0.9e-4, 1e-5]])
-    kept = example.drop_unlikely(jnp.log(probabilities) + 3.0, None, None)
+    kept = example.drop_unlikely(jnp.log(probabilities) + 3.0, None)
     assert np.isfinite(kept).tolist() == [[True, True, False, False]]
 
 

@@ -120,6 +120,23 @@ def test_greedy_and_penalties() -> None:
         assert SamplingParams(**{field: 0.5}).has_penalties
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"temperature": 1e-6, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, {"temperature": 0.0}),
+        ({"temperature": 1e-4, "top_k": -1}, {"temperature": 0.01}),
+        ({"temperature": 1e300, "top_p": 0.5}, {"temperature": 1e6, "top_p": 0.5}),
+        ({"top_k": 5, "min_p": 0.1, "seed": 3}, {"top_k": 5, "min_p": 0.1, "seed": 3}),
+        ({"repetition_penalty": 1e-300}, {"repetition_penalty": 1e-6}),
+        ({"repetition_penalty": 1e300}, {"repetition_penalty": 1e6}),
+    ],
+)
+def test_normalised_parameters(given: dict, expected: dict) -> None:
+    normalised = SamplingParams(**given).normalised()
+    assert normalised == SamplingParams(**expected)
+    assert normalised.normalised() == normalised
+
+
 def test_frozen() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]

@@ -20,7 +20,7 @@ from jaxserve.front.metrics import RequestRecord
 from jaxserve.front.served_model import ServedModel
 from jaxserve.ipc.messages import Submit
 from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.sampling_params import INT64, MIN_TEMPERATURE, SamplingParams, check_ids
+from jaxserve.sampling_params import INT64, SamplingParams, check_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,26 +157,14 @@ def _max_tokens(request: GenerateRequest, num_prompt_tokens: int, model: ServedM
 def _engine_params(
     params: SamplingParams, sample: int, max_tokens: int, model: ServedModel
 ) -> SamplingParams:
-    """The normalised parameters of one completion: what the engine relies on.
-
-    A greedy completion has no filters, and the temperature of any other is at least
-    `MIN_TEMPERATURE`. The seed is set and fits 64 bits, signed.
-    """
-    greedy = params.is_greedy
-    temperature = params.temperature
-    if not greedy:
-        temperature = max(temperature, MIN_TEMPERATURE)
+    """Returns the parameters of one completion: normalised, with a seed of 64 bits, signed."""
     seed = random.getrandbits(63) if params.seed is None else params.seed + sample
     stop_ids = params.stop_token_ids
     if model.extra_end_ids and not params.ignore_eos:
         stop_ids = tuple(dict.fromkeys(stop_ids + model.extra_end_ids))
     return msgspec.structs.replace(
-        params,
+        params.normalised(),
         n=1,
-        temperature=temperature,
-        top_p=1.0 if greedy else params.top_p,
-        top_k=0 if greedy or params.top_k < 0 else params.top_k,
-        min_p=0.0 if greedy else params.min_p,
         seed=(seed + 2**63) % 2**64 - 2**63,
         max_tokens=max_tokens,
         stop=(),

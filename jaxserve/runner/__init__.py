@@ -1,5 +1,9 @@
-"""Runs a `StepPlan` on a device: packs it into arrays, runs the compiled step, returns its tokens.
+"""Runs the plans of the scheduler on the device.
 
-Owns the device arrays and the buckets. Knows plans, models through their call, and sampling. Knows
-no scheduler, no socket and no text.
+`ModelRunner` holds weights, KV cache and last tokens. For each `StepPlan` it builds padded numpy
+arrays, starts the jitted step, then the sampler, and returns a `PendingStep` without waiting. Only
+code that every model and every request kind needs belongs here.
+
+The package knows plans, buckets, jitted programs and the interface `LanguageModel`. It must not
+know how requests are scheduled, how a model computes, text, or processes.
 """

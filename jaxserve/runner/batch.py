@@ -1,4 +1,4 @@
-"""From a plan to the arrays of a step."""
+"""Builds the arrays of a step from its plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int32
 
 from jaxserve.arrays import Leaf
 from jaxserve.core.plan import StepPlan
@@ -18,33 +19,35 @@ from jaxserve.runner.buckets import Bucket
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepInputs:
-    """What the step is told, besides weights and cache.
+    """The inputs of a step, besides weights and cache.
 
-    T is the padded number of tokens, R of requests, S of the engine's rows.
+    T is the padded number of tokens, R of requests; S is the number of engine rows.
 
     Attributes:
       tokens: i32[T]; padding 0.
-      sources: i32[T], the row in [0, S) whose last sampled token to take in place of ``tokens``,
+      fed_from_row: i32[T], the engine row in [0, S) whose last sampled token replaces ``tokens``,
         or -1; padding -1.
       meta: which tokens belong together and where their cache is.
-      last: i32[R], index in [0, T) of the last token of each request; padding 0.
-      targets: i32[R], the row in [0, S) where the most likely token is kept; S, which drops it,
-        for padding, for requests that do not sample and if the sampler is to choose.
+      logit_tokens: i32[R], index in [0, T) of the last token of each request, after which logits
+        are computed; padding 0.
+      kept_in_row: i32[R], the engine row in [0, S) that keeps the most likely token as its last
+        one. S, which drops the token, for padding, for requests that do not sample and for those
+        whose token comes from the sampler.
     """
 
-    tokens: Leaf
-    sources: Leaf
+    tokens: Int32[Leaf, " tokens"]
+    fed_from_row: Int32[Leaf, " tokens"]
     meta: AttentionMeta
-    last: Leaf
-    targets: Leaf
+    logit_tokens: Int32[Leaf, " rows"]
+    kept_in_row: Int32[Leaf, " rows"]
 
 
 class BatchBuilder:
-    """Builds the inputs of steps; remembers the block tables of the live requests.
+    """Builds the inputs of steps, and remembers the block tables of the running requests.
 
     Args:
       num_rows: S, the engine's rows.
-      table_width: blocks of the longest request, at least.
+      table_width: W, at least the number of blocks of the longest request.
       num_blocks, block_size: of the KV cache.
     """
 
@@ -55,11 +58,13 @@ class BatchBuilder:
         self._num_slots = num_blocks * block_size
         self._block_size = block_size
 
-    def build(self, plan: StepPlan, bucket: Bucket, *, chosen: Container[int] = ()) -> StepInputs:
-        """The inputs of a plan, padded to a bucket that holds it, as numpy arrays.
+    def build(
+        self, plan: StepPlan, bucket: Bucket, *, to_sample: Container[int] = ()
+    ) -> StepInputs:
+        """Returns the inputs of a plan as numpy arrays, padded to a bucket that holds the plan.
 
-        The step keeps the most likely token of each request that samples, but for those in
-        ``chosen``, by their places in the plan.
+        ``to_sample`` has the indices in ``plan.scheduled`` of the requests whose token comes from
+        the sampler. The step keeps the most likely token of the others that sample.
         """
         parts = plan.scheduled
         for part in parts:
@@ -73,34 +78,34 @@ class BatchBuilder:
         query_start[1 : len(parts) + 1] = np.cumsum(lengths)
 
         tokens = np.zeros(bucket.num_tokens, np.int32)
-        sources = np.full(bucket.num_tokens, -1, np.int32)
-        targets = np.full(bucket.num_rows, len(self._block_tables), np.int32)
+        fed_from_row = np.full(bucket.num_tokens, -1, np.int32)
+        kept_in_row = np.full(bucket.num_rows, len(self._block_tables), np.int32)
         for i, part in enumerate(parts):
             first = query_start[i]
             if part.token_ids:
                 tokens[first : first + part.num_tokens] = part.token_ids
             else:
-                sources[first] = part.row
-            if part.samples and i not in chosen:
-                targets[i] = part.row
-        last = np.zeros(bucket.num_rows, np.int32)
-        last[: len(parts)] = query_start[1 : len(parts) + 1] - 1
+                fed_from_row[first] = part.row
+            if part.samples and i not in to_sample:
+                kept_in_row[i] = part.row
+        logit_tokens = np.zeros(bucket.num_rows, np.int32)
+        logit_tokens[: len(parts)] = query_start[1 : len(parts) + 1] - 1
         arrays: dict[str, Any] = {
             "tokens": tokens,
-            "sources": sources,
+            "fed_from_row": fed_from_row,
             "meta": self._meta(bucket, rows, starts, lengths, query_start),
-            "last": last,
-            "targets": targets,
+            "logit_tokens": logit_tokens,
+            "kept_in_row": kept_in_row,
         }
         return StepInputs(**arrays)
 
     def _meta(
         self,
         bucket: Bucket,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        query_start: np.ndarray,
+        rows: Int32[np.ndarray, " requests"],
+        starts: Int32[np.ndarray, " requests"],
+        lengths: Int32[np.ndarray, " requests"],
+        query_start: Int32[np.ndarray, " bounds"],
     ) -> AttentionMeta:
         num_tokens = int(query_start[-1])
         positions = np.zeros(bucket.num_tokens, np.int32)

@@ -1,4 +1,4 @@
-"""Vectors of whole prompts, from the hidden states of a step."""
+"""Pools the hidden states of a step into vectors of prompts."""
 
 from __future__ import annotations
 
@@ -9,40 +9,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from jaxserve.core.plan import StepPlan
-from jaxserve.runner.programs import CompilationLog, Program
+from jaxserve.runner.jit import CompilationLog, Program
 from jaxserve.runner.step import LanguageModel
 
 CHUNK = 8
-"""Requests that are pooled at the same time."""
+"""Requests that one call pools: a fixed number makes one program per number of tokens."""
 
 
 class Pooler:
-    """Starts the pooling of hidden states.
+    """Starts the computation of pooled vectors.
 
     Args:
       bind: makes the model from its parameters; called while tracing.
-      log: is told of compilations.
+      log: receives the compilations.
     """
 
     def __init__(self, bind: Callable[[Any], LanguageModel], *, log: CompilationLog) -> None:
         @jax.jit
-        def pool(params: Any, hidden: jax.Array, weights: jax.Array) -> jax.Array:
+        def pool(
+            params: Any,
+            hidden: Float[Array, "tokens hidden"],
+            weights: Float32[Array, "chunk tokens"],
+        ) -> Float32[Array, "chunk hidden"]:
             final = bind(params).final(hidden).astype(jnp.float32)
-            # Padding may be anything, also no number.
+            # Hidden states of padding may be NaN, which a weight of 0 would not remove.
             final = jnp.where(weights.any(0)[:, None], final, 0.0)
             return jnp.matmul(weights, final, precision=lax.Precision.HIGHEST)
 
         self._pool = Program("pooling", pool, log)
 
-    def start(self, params: Any, hidden: jax.Array, plan: StepPlan) -> PooledVectors | None:
-        """Starts what a plan asks for, if anything, without waiting for it.
+    def start(
+        self, params: Any, hidden: Float[Array, "tokens hidden"], plan: StepPlan
+    ) -> PooledVectors | None:
+        """Starts the pooling that a plan asks for, without waiting for it.
 
         Args:
           params: the weights.
-          hidden: [T, D], of the tokens of the step.
-          plan: of the step.
+          hidden: [T, D], hidden states of the tokens of the step.
+          plan: the plan of the step.
+
+        Returns:
+          None if the plan asks for no pooling.
         """
         count = len(plan.pooling)
         if count == 0:
@@ -67,10 +77,10 @@ class Pooler:
 class PooledVectors:
     """Pooled hidden states in flight."""
 
-    def __init__(self, chunks: list[jax.Array], count: int) -> None:
+    def __init__(self, chunks: list[Float32[Array, "chunk hidden"]], count: int) -> None:
         self._chunks = chunks
         self._count = count
 
     def result(self) -> list[list[float]]:
-        """Waits for them; aligned with ``plan.pooling``."""
+        """Waits for the vectors and returns them, aligned with ``plan.pooling``."""
         return np.concatenate(self._chunks)[: self._count].tolist()

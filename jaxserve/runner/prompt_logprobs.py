@@ -1,7 +1,7 @@
-"""Log probabilities of the tokens of prompts, from the hidden states of a step.
+"""Computes log probabilities of the tokens of prompts from the hidden states of a step.
 
-Logits of a whole prompt would take much memory, so they are made of a fixed number of rows at a
-time. That also leaves one program for each number of most likely tokens.
+The logits of a whole prompt would take much memory, so they are computed for a fixed number of rows
+at a time. The fixed number also means one program for each number of most likely tokens.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import StepPlan
 from jaxserve.ipc.messages import TokenLogprobs
-from jaxserve.runner.programs import CompilationLog, Program
+from jaxserve.runner.jit import CompilationLog, Program
 from jaxserve.runner.step import LanguageModel
 from jaxserve.sampling.logprobs import Logprobs, compute_logprobs, logprobs_size, to_message
 
@@ -30,8 +31,9 @@ class PromptScorer:
     Args:
       bind: makes the model from its parameters; called while tracing.
       vocab_size: V.
-      logprobs_mode: raw or processed is the same for tokens that were not sampled.
-      log: is told of compilations.
+      logprobs_mode: see `LogprobsConfig`. Raw and processed are the same for tokens that were not
+        sampled.
+      log: receives the compilations.
     """
 
     def __init__(
@@ -45,12 +47,18 @@ class PromptScorer:
         self._vocab_size = vocab_size
 
         @jax.jit
-        def take_hidden_step(hidden: jax.Array, rows: jax.Array) -> jax.Array:
-            return hidden[rows]
+        def take_hidden_step(
+            hidden: Float[Array, "tokens hidden"], indices: Int32[Array, " chunk"]
+        ) -> Float[Array, "chunk hidden"]:
+            return hidden[indices]
 
         @functools.partial(jax.jit, static_argnames="k")
         def score_prompt_step(
-            params: Any, hidden: jax.Array, targets: jax.Array, *, k: int
+            params: Any,
+            hidden: Float[Array, "chunk hidden"],
+            targets: Int32[Array, " chunk"],
+            *,
+            k: int,
         ) -> Logprobs:
             as_logits = logprobs_mode.endswith("logits")
             return compute_logprobs(bind(params).logits(hidden), targets, k, as_logits=as_logits)
@@ -58,22 +66,27 @@ class PromptScorer:
         self._take = Program("gathering hidden states", take_hidden_step, log)
         self._score = Program("log probabilities of prompts", score_prompt_step, log)
 
-    def start(self, params: Any, hidden: jax.Array, plan: StepPlan) -> PromptScores | None:
-        """Starts what a plan asks for, if anything, without waiting for it.
+    def start(
+        self, params: Any, hidden: Float[Array, "tokens hidden"], plan: StepPlan
+    ) -> PromptScores | None:
+        """Starts the scoring that a plan asks for, without waiting for it.
 
         Args:
           params: the weights.
-          hidden: [T, D], of the tokens of the step.
-          plan: of the step.
+          hidden: [T, D], hidden states of the tokens of the step.
+          plan: the plan of the step.
+
+        Returns:
+          None if the plan asks for no prompt log probabilities.
         """
         scoring = plan.scoring
         if not scoring:
             return None
-        rows, targets = _rows_and_targets(plan)
+        indices, targets = _indices_and_targets(plan)
         most = max(part.params.prompt_logprobs or 0 for part in scoring)
         chunks = []
-        for start in range(0, len(rows), CHUNK):
-            taken = self._taken(hidden, rows[start : start + CHUNK])
+        for start in range(0, len(indices), CHUNK):
+            taken = self._taken(hidden, indices[start : start + CHUNK])
             chunk = self._scored(params, taken, targets[start : start + CHUNK], most)
             chunks.append(chunk)
             for array in jax.tree.leaves(chunk):
@@ -81,11 +94,12 @@ class PromptScorer:
         return PromptScores(plan, chunks, targets)
 
     def warm_ups(
-        self, params: Any, hidden: Mapping[int, jax.Array], sizes: Iterable[int]
+        self, params: Any, hidden: Mapping[int, Array], sizes: Iterable[int]
     ) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Names of the common programs, and what compiles each by running it on nothing.
+        """Yields the name of each common program and a function that compiles it by running it.
 
-        ``hidden`` has the hidden states of some step of each of the ``sizes`` in tokens by then.
+        ``sizes`` are the numbers of tokens that a step may have. By the time a function is called,
+        ``hidden`` must hold the hidden states of some step of each size.
         """
         nothing = np.zeros(CHUNK, np.int32)
         sizes = sorted(sizes)
@@ -98,10 +112,18 @@ class PromptScorer:
 
         yield "log probabilities of prompts", score
 
-    def _taken(self, hidden: jax.Array, rows: np.ndarray) -> jax.Array:
-        return self._take(hidden, rows, shapes=f"{CHUNK} of {len(hidden)} tokens")
+    def _taken(
+        self, hidden: Float[Array, "tokens hidden"], indices: Int32[np.ndarray, " chunk"]
+    ) -> Float[Array, "chunk hidden"]:
+        return self._take(hidden, indices, shapes=f"{CHUNK} of {len(hidden)} tokens")
 
-    def _scored(self, params: Any, hidden: jax.Array, targets: np.ndarray, most: int) -> Logprobs:
+    def _scored(
+        self,
+        params: Any,
+        hidden: Float[Array, "chunk hidden"],
+        targets: Int32[np.ndarray, " chunk"],
+        most: int,
+    ) -> Logprobs:
         k = logprobs_size(most, self._vocab_size)
         return self._score(params, hidden, targets, k=k, shapes=f"{k} most likely tokens")
 
@@ -109,13 +131,15 @@ class PromptScorer:
 class PromptScores:
     """Prompt log probabilities in flight."""
 
-    def __init__(self, plan: StepPlan, chunks: list[Logprobs], targets: np.ndarray) -> None:
+    def __init__(
+        self, plan: StepPlan, chunks: list[Logprobs], targets: Int32[np.ndarray, " n"]
+    ) -> None:
         self._plan = plan
         self._chunks = chunks
         self._targets = targets
 
     def result(self) -> list[list[TokenLogprobs]]:
-        """Waits for them; aligned with ``plan.scoring``."""
+        """Waits for the log probabilities and returns them, aligned with ``plan.scoring``."""
         scores = jax.tree.map(lambda *arrays: np.concatenate(arrays), *self._chunks)
         tokens = self._targets.tolist()
         found, at = [], 0
@@ -126,18 +150,21 @@ class PromptScores:
         return found
 
 
-def _rows_and_targets(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Of each wanted token: the index in the step of the one before it, and the token itself.
+def _indices_and_targets(
+    plan: StepPlan,
+) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+    """Returns, for each prompt token to score, the index in the step of the token before it, and
+    the token itself.
 
-    i32[N] both, padded with 0 to a multiple of `CHUNK`.
+    Both are i32[N], padded with 0 to a multiple of `CHUNK`.
     """
-    rows: list[int] = []
+    indices: list[int] = []
     targets: list[int] = []
     first = 0
     for part in plan.scheduled:
         count = part.num_prompt_targets
-        rows += range(first, first + count)
+        indices += range(first, first + count)
         targets += part.known_token_ids[part.start + 1 : part.start + 1 + count]
         first += part.num_tokens
-    padding = [0] * (-len(rows) % CHUNK)
-    return np.array(rows + padding, np.int32), np.array(targets + padding, np.int32)
+    padding = [0] * (-len(indices) % CHUNK)
+    return np.array(indices + padding, np.int32), np.array(targets + padding, np.int32)

@@ -14,27 +14,26 @@ from jaxserve.core.plan import Sizes, StepPlan
 from jaxserve.ops.attention import AttentionBackend, KVCache
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import Bucket, Buckets
-from jaxserve.runner.in_flight import StepInFlight
-from jaxserve.runner.packing import pack
+from jaxserve.runner.jit import CompilationLog, Program, pack
+from jaxserve.runner.pending import PendingStep
 from jaxserve.runner.pooling import Pooler
-from jaxserve.runner.programs import CompilationLog, Program
 from jaxserve.runner.prompt_logprobs import PromptScorer
 from jaxserve.runner.step import Forward, LanguageModel, StepState, make_step
-from jaxserve.runner.token_sampler import NO_REQUESTS, Sampled, TokenSampler
+from jaxserve.runner.token_sampler import NO_REQUESTS, Sampled, SamplingWork, TokenSampler
 
 
 class ModelRunner:
     """Holds weights, KV cache and last tokens on the device, and runs steps over them.
 
-    Steps run in the order in which they are given, so a step may use what the one before it
+    Steps run in the order in which they are given, so a step may use tokens that the step before it
     samples. `execute` does not wait for the device.
 
     Args:
       bind: makes the model from ``params``; called while a step is traced.
       params: the weights, a pytree of device arrays.
       kv: the KV cache. The runner owns it from now on.
-      attention: the kernels for the cache.
-      sizes: of the engine.
+      attention: the attention backend.
+      sizes: the sizes of the engine.
       vocab_size: the width of the logits.
       table_widths: the widths of block tables to compile for; see `Buckets`.
       logprobs_mode: see `LogprobsConfig`.
@@ -80,36 +79,30 @@ class ModelRunner:
         """Programs compiled, or loaded from the cache of compiled programs, since the start."""
         return len(self._log.programs)
 
-    def execute(self, plan: StepPlan) -> StepInFlight:
-        """Starts a step and returns without waiting for it."""
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Starts a step and returns without waiting for it.
+
+        The sampling of a constrained plan is left to the caller; see `StepHandle`.
+        """
         for part in plan.scheduled:
             if part.is_new:
                 self._sampler.admit(part)
         bucket = self.buckets.smallest_for(plan, self._block_size)
         needs = self._sampler.needs(plan)
-        forward = self._run(plan, bucket, frozenset(needs.chosen))
-        in_flight = functools.partial(
-            StepInFlight,
-            plan,
-            forward.best,
-            needs,
-            scores=self._scorer.start(self._params, forward.hidden, plan),
-            pooled=self._pooler.start(self._params, forward.hidden, plan),
+        forward = self._run(plan, bucket, frozenset(needs.to_sample))
+        scores = self._scorer.start(self._params, forward.hidden, plan)
+        pooled = self._pooler.start(self._params, forward.hidden, plan)
+        work = self._sampler.gather(plan, needs, forward.logits)
+        step = PendingStep(
+            plan, forward.most_likely, work, self._sample, scores=scores, pooled=pooled
         )
-        if not needs.chosen and not needs.scored:
-            return in_flight(Sampled(None, None))
-        finish = self._sampler.start(plan, needs, forward.logits)
-
-        def sample() -> Sampled:
-            """For the last step that was started only."""
-            last_tokens, sampled = finish(self._state.last_tokens)
-            self._state = StepState(self._state.kv, last_tokens)
-            return sampled
-
-        return in_flight(sample if plan.is_constrained else sample())
+        if not plan.is_constrained:
+            step.sample()
+        return step
 
     def warm_up(self, on_program: Callable[[int, int, str], None]) -> None:
-        """Compiles every bucket, and the common ways to sample, by running them without requests.
+        """Compiles every bucket and the common programs of the sampler by running them without
+        requests.
 
         ``on_program(done, total, name)`` is called before each program, and once at the end.
         """
@@ -133,12 +126,18 @@ class ModelRunner:
                 jax.block_until_ready(run())
         on_program(len(programs), len(programs), "")
 
-    def _run(self, plan: StepPlan, bucket: Bucket, chosen: Container[int] = ()) -> Forward:
-        """Starts the forward pass; the sampler chooses the tokens of the requests ``chosen``."""
-        inputs = self._batch.build(plan, bucket, chosen=chosen)
+    def _run(self, plan: StepPlan, bucket: Bucket, to_sample: Container[int] = ()) -> Forward:
+        """Starts the forward pass. ``to_sample``: see `BatchBuilder.build`."""
+        inputs = self._batch.build(plan, bucket, to_sample=to_sample)
         shapes = _name(bucket)
         self._state, forward = self._step(self._params, self._state, pack(inputs), shapes=shapes)
         return forward
+
+    def _sample(self, work: SamplingWork) -> Sampled:
+        """Starts the sampler for the step that was started last."""
+        last_tokens, sampled = self._sampler.finish(work, self._state.last_tokens)
+        self._state = StepState(self._state.kv, last_tokens)
+        return sampled
 
 
 def _name(bucket: Bucket) -> str:

@@ -1,4 +1,4 @@
-"""From a plan to what the sampler is told about each row."""
+"""Builds the sampler's inputs from a plan."""
 
 from __future__ import annotations
 
@@ -6,52 +6,56 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
+from jaxtyping import Int32, Shaped, UInt32
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan
 from jaxserve.runner.token_rules import TokenRules
-from jaxserve.sampling.logprobs import logprobs_size
-from jaxserve.sampling.rows import (
+from jaxserve.sampling.inputs import (
     SMALL_TOP_K,
     BiasedTokens,
     BlockedTokens,
-    SamplingRows,
+    Filters,
+    SamplingInputs,
     SeenTokens,
 )
+from jaxserve.sampling.logprobs import logprobs_size
 from jaxserve.sampling_params import REPETITION_PENALTIES, TEMPERATURES, SamplingParams
 
 MIN_LIST = 1024
-"""Entries of the shortest lists of tokens that the sampler is compiled for."""
+"""Entries of the shortest token lists that the sampler is compiled for."""
 
-Columns = tuple[np.ndarray, ...]
+PADDING = SamplingParams(temperature=0.0, seed=0)
+"""The parameters of rows that hold no request."""
+
+Columns = tuple[Shaped[np.ndarray, " n"], ...]
 """A list of tokens, field by field."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingNeeds:
-    """What the requests of a step ask of the sampler, beyond the most likely token.
+    """The work that the requests of a step have for the sampler.
 
     Attributes:
-      chosen: places in the plan of the requests whose tokens the sampler chooses.
-      scored: places in the plan of the requests that want log probabilities.
-      num_logprobs: of so many of the most likely tokens.
-      is_masked: a request may use some tokens only.
-      is_edited: a request has biases, penalties or tokens that are held back.
-      filters, large_top_k: see `SamplingFeatures`.
+      to_sample: indices in ``plan.scheduled`` of the requests whose token the sampler takes. The
+        others take the most likely token, which the step computes.
+      to_score: indices in ``plan.scheduled`` of the requests that want log probabilities.
+      num_logprobs: how many of the most likely tokens are scored.
+      has_masks: at least one request may sample some tokens only.
+      has_token_lists: at least one request has biases, penalties or tokens that are held back.
+      filters: the filters that at least one request needs.
     """
 
-    chosen: tuple[int, ...] = ()
-    scored: tuple[int, ...] = ()
+    to_sample: tuple[int, ...] = ()
+    to_score: tuple[int, ...] = ()
     num_logprobs: int = 0
-    is_masked: bool = False
-    is_edited: bool = False
-    filters: bool = False
-    large_top_k: bool = False
+    has_masks: bool = False
+    has_token_lists: bool = False
+    filters: Filters = Filters.NONE
 
 
 class SamplingBatchBuilder:
-    """Builds the sampler's inputs; remembers parameters and token rules of the live requests.
+    """Builds the sampler's inputs, and remembers parameters and token rules of running requests.
 
     Args:
       num_rows: S, the engine's rows.
@@ -61,128 +65,96 @@ class SamplingBatchBuilder:
     def __init__(self, *, num_rows: int, vocab_size: int) -> None:
         self._num_rows = num_rows
         self._vocab_size = vocab_size
-        self._seeds = np.zeros((num_rows, 2), np.uint32)
-        self._top_k = np.full(num_rows, vocab_size, np.int32)
-        self._floats = np.zeros((6, num_rows), np.float32)
-        # Of the rows that have any. Those of a request that has ended stay until its row is reused.
+        self._padding = _row_values(PADDING, vocab_size)
+        self._values = {
+            name: np.repeat(value[None], num_rows, 0) for name, value in self._padding.items()
+        }
+        # Only for rows that have rules. Those of a finished request stay until its row is reused.
         self._rules: dict[int, TokenRules] = {}
 
     def admit(self, part: ScheduledRequest) -> None:
-        """Forgets what the row of the request held and takes in its parameters."""
-        row, params, seed = part.row, part.params, part.params.seed
-        assert seed is not None
-        if params.is_greedy:  # nothing is drawn that could be filtered
-            params = msgspec.structs.replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        self._seeds[row] = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-        self._top_k[row] = (
-            min(params.top_k, self._vocab_size) if params.top_k > 0 else self._vocab_size
-        )
-        self._floats[:, row] = (
-            0.0 if params.is_greedy else np.clip(params.temperature, *TEMPERATURES),
-            params.top_p,
-            params.min_p,
-            np.clip(params.repetition_penalty, *REPETITION_PENALTIES),
-            params.frequency_penalty,
-            params.presence_penalty,
-        )
+        """Replaces what the request's row held by the parameters of the request."""
+        row = part.row
+        for name, value in _row_values(part.params, self._vocab_size).items():
+            self._values[name][row] = value
         self._rules.pop(row, None)
-        rules = TokenRules.of(params, self._vocab_size)
+        rules = TokenRules.of(part.params, self._vocab_size)
         if rules is not None:
             self._rules[row] = rules
 
     def needs(self, plan: StepPlan) -> SamplingNeeds:
-        """What the requests of a plan ask of the sampler.
+        """Returns the work that a plan has for the sampler.
 
-        Rounded up to few combinations, since each is a program to compile and an idle stage costs
-        little: one filter brings the others, and one list of tokens the others.
+        The result is rounded up to few combinations, since each is a program to compile and an idle
+        stage costs little: one filter brings the others, and one token list brings the others.
         """
-        chosen: list[int] = []
-        scored: list[int] = []
+        to_sample: list[int] = []
+        to_score: list[int] = []
         random: list[SamplingParams] = []
-        is_masked = is_edited = False
+        has_masks = has_token_lists = False
         for i, part in enumerate(plan.scheduled):
             if not part.samples:
                 continue
             params, rules = part.params, self._rules.get(part.row)
             if params.logprobs is not None:
-                scored.append(i)
+                to_score.append(i)
             if not params.is_greedy:
                 random.append(params)
             masked = part.constraint is not None or (rules is not None and rules.mask is not None)
-            edited = (rules is not None and rules.has_lists) or bool(_held_back(part))
-            if masked or edited or not params.is_greedy:
-                chosen.append(i)
-            is_masked, is_edited = is_masked or masked, is_edited or edited
-        top_k = [k for p in random if 0 < (k := p.top_k) < self._vocab_size]
-        most = max((plan.scheduled[i].params.logprobs or 0 for i in scored), default=0)
+            listed = (rules is not None and rules.has_token_lists) or bool(_held_back(part))
+            if masked or listed or not params.is_greedy:
+                to_sample.append(i)
+            has_masks, has_token_lists = has_masks or masked, has_token_lists or listed
+        most = max((plan.scheduled[i].params.logprobs or 0 for i in to_score), default=0)
         return SamplingNeeds(
-            chosen=tuple(chosen),
-            scored=tuple(scored),
+            to_sample=tuple(to_sample),
+            to_score=tuple(to_score),
             num_logprobs=logprobs_size(most, self._vocab_size),
-            is_masked=is_masked,
-            is_edited=is_edited,
-            filters=bool(top_k) or any(p.top_p < 1 or p.min_p > 0 for p in random),
-            large_top_k=max(top_k, default=0) > SMALL_TOP_K,
+            has_masks=has_masks,
+            has_token_lists=has_token_lists,
+            filters=_filters(random, self._vocab_size),
         )
 
-    def build(self, plan: StepPlan, needs: SamplingNeeds, num_rows: int) -> SamplingRows:
-        """The rows of ``needs.chosen``, padded to ``num_rows``, as numpy arrays.
+    def build(self, plan: StepPlan, needs: SamplingNeeds, num_rows: int) -> SamplingInputs:
+        """Returns the rows of ``needs.to_sample`` as numpy arrays, padded to ``num_rows``.
 
-        Where tokens have to obey a constraint, `fill_masks` has to complete them.
+        The masks of constrained requests allow every token until `fill_masks` has filled them.
         """
-        parts = [plan.scheduled[i] for i in needs.chosen]
-        live = np.fromiter((part.row for part in parts), np.int32, len(parts))
-        targets = np.full(num_rows, self._num_rows, np.int32)
-        positions = np.zeros(num_rows, np.int32)
-        for i, part in enumerate(parts):
-            targets[i] = part.row
-            positions[i] = part.start + part.num_tokens
-
-        def spread(values: np.ndarray, padding: float) -> np.ndarray:
-            out = np.full((num_rows, *values.shape[1:]), padding, values.dtype)
-            out[: len(live)] = values[live]
-            return out
-
-        temperature, top_p, min_p, repetition, frequency, presence = self._floats
+        parts = [plan.scheduled[i] for i in needs.to_sample]
+        rows = np.fromiter((part.row for part in parts), np.int32, len(parts))
+        positions = np.fromiter((p.start + p.num_tokens for p in parts), np.int32, len(parts))
         arrays: dict[str, Any] = {
-            "targets": targets,
-            "positions": positions,
-            "seeds": spread(self._seeds, 0),
-            "temperature": spread(temperature, 0),
-            "top_k": spread(self._top_k, self._vocab_size),
-            "top_p": spread(top_p, 1),
-            "min_p": spread(min_p, 0),
-            "repetition": spread(repetition, 1),
-            "frequency": spread(frequency, 0),
-            "presence": spread(presence, 0),
+            "kept_in_row": _padded(rows, self._num_rows, num_rows),
+            "positions": _padded(positions, 0, num_rows),
         }
-        if needs.is_masked:
+        for name, values in self._values.items():
+            arrays[name] = _padded(values[rows], self._padding[name], num_rows)
+        if needs.has_masks:
             arrays["mask"] = self._mask(parts, num_rows)
-        if needs.is_edited:
+        if needs.has_token_lists:
             arrays |= self._lists(parts, num_rows)
-        return SamplingRows(**arrays)
+        return SamplingInputs(**arrays, filters=needs.filters)
 
     def _lists(self, parts: Sequence[ScheduledRequest], num_rows: int) -> dict[str, Any]:
-        """What is said of single tokens, in lists of one length."""
+        """Returns the token lists of `SamplingInputs`, padded to the same length."""
         biased = self._biased(parts)
         blocked = self._blocked(parts)
-        seen, pending = self._seen(parts, num_rows)
+        seen, pending_row = self._seen(parts, num_rows)
         size = _list_size(max(len(rows) for rows, *_ in (biased, blocked, seen)))
 
-        def padded(columns: Columns, *padding: float) -> list[Any]:
-            whole = []
-            for column, value in zip(columns, padding, strict=True):
-                whole.append(np.full(size, value, column.dtype))
-                whole[-1][: len(column)] = column
-            return whole
+        def padded(columns: Columns, *padding: int | float) -> list[Any]:
+            pairs = zip(columns, padding, strict=True)
+            return [_padded(column, value, size) for column, value in pairs]
 
         return {
             "biased": BiasedTokens(*padded(biased, num_rows, 0, 0.0)),
             "blocked": BlockedTokens(*padded(blocked, num_rows, 0, -1, 0)),
-            "seen": SeenTokens(*padded(seen, num_rows, 0, 0), pending),  # type: ignore[arg-type]
+            "seen": SeenTokens(*padded(seen, num_rows, 0, 0), pending_row),  # type: ignore[arg-type]
         }
 
-    def _mask(self, parts: Sequence[ScheduledRequest], num_rows: int) -> np.ndarray:
+    def _mask(
+        self, parts: Sequence[ScheduledRequest], num_rows: int
+    ) -> UInt32[np.ndarray, "{num_rows} words"]:
         mask = np.full((num_rows, -(-self._vocab_size // 32)), 0xFFFFFFFF, np.uint32)
         for i, rules in self._rules_of(parts):
             if rules.mask is not None:
@@ -190,7 +162,7 @@ class SamplingBatchBuilder:
         return mask
 
     def _biased(self, parts: Sequence[ScheduledRequest]) -> Columns:
-        """Row of logits, id, value."""
+        """Returns (row of logits, id, value)."""
         found = [(i, rules) for i, rules in self._rules_of(parts) if len(rules.bias_ids)]
         rows = [np.full(len(rules.bias_ids), i, np.int32) for i, rules in found]
         ids = [rules.bias_ids for _, rules in found]
@@ -198,7 +170,7 @@ class SamplingBatchBuilder:
         return _joined(rows, np.int32), _joined(ids, np.int32), _joined(values, np.float32)
 
     def _blocked(self, parts: Sequence[ScheduledRequest]) -> Columns:
-        """Row of logits, id, row of the engine that holds the token that decides, that token."""
+        """Returns (row of logits, id, previous_row, previous_token), as in `BlockedTokens`."""
         entries: list[tuple[int, int, int, int]] = []
         for i, part in enumerate(parts):
             entries += [(i, token, -1, 0) for token in _held_back(part)]
@@ -209,9 +181,11 @@ class SamplingBatchBuilder:
                 entries += [(i, token, parts[i].row, after) for token, after in pairs]
         return tuple(np.array(entries, np.int32).reshape(-1, 4).T)
 
-    def _seen(self, parts: Sequence[ScheduledRequest], num_rows: int) -> tuple[Columns, np.ndarray]:
-        """(Row of logits, id, count), and where tokens are that are not counted yet."""
-        pending = np.full(num_rows, -1, np.int32)
+    def _seen(
+        self, parts: Sequence[ScheduledRequest], num_rows: int
+    ) -> tuple[Columns, Int32[np.ndarray, " {num_rows}"]]:
+        """Returns (row of logits, id, count), and `SeenTokens.pending_row`."""
+        pending_row = np.full(num_rows, -1, np.int32)
         rows, ids, counts = [], [], []
         for i, rules in self._rules_of(parts):
             part, seen = parts[i], rules.counts
@@ -222,28 +196,76 @@ class SamplingBatchBuilder:
             ids.append(seen.ids)
             counts.append(seen.counts)
             if part.num_unknown_tokens:
-                pending[i] = part.row
-        return tuple(_joined(pieces, np.int32) for pieces in (rows, ids, counts)), pending
+                pending_row[i] = part.row
+        return tuple(_joined(arrays, np.int32) for arrays in (rows, ids, counts)), pending_row
 
     def _rules_of(self, parts: Sequence[ScheduledRequest]) -> list[tuple[int, TokenRules]]:
-        """The rules of the parts that have any, with their place among them."""
+        """Returns (index in ``parts``, rules) of the parts that have rules."""
         return [
             (i, self._rules[part.row]) for i, part in enumerate(parts) if part.row in self._rules
         ]
 
 
-def fill_masks(plan: StepPlan, needs: SamplingNeeds, rows: SamplingRows) -> None:
-    """Writes what constraints allow into ``rows.mask``, a numpy array, when they are up to date."""
-    for i, place in enumerate(needs.chosen):
-        constraint = plan.scheduled[place].constraint
+def fill_masks(plan: StepPlan, needs: SamplingNeeds, inputs: SamplingInputs) -> None:
+    """Writes the tokens that constraints allow into ``inputs.mask``, a numpy array.
+
+    Call it when the constraints have accepted all earlier tokens of their requests.
+    """
+    for row, i in enumerate(needs.to_sample):
+        constraint = plan.scheduled[i].constraint
         if constraint is not None:
-            assert rows.mask is not None
-            constraint.fill_mask(rows.mask[i])
+            assert inputs.mask is not None
+            constraint.fill_mask(inputs.mask[row])
+
+
+def _row_values(params: SamplingParams, vocab_size: int) -> dict[str, np.ndarray]:
+    """Returns the entries of a request in the fields of `SamplingInputs` that do not change.
+
+    ``params`` are normalised; see `SamplingParams.normalised`.
+    """
+    assert params.seed is not None
+    _check_normalised(params)
+    top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+    low, high = params.seed & 0xFFFFFFFF, (params.seed >> 32) & 0xFFFFFFFF
+    return {
+        "seeds": np.array([low, high], np.uint32),
+        "top_k": np.array(top_k, np.int32),
+        "temperature": np.array(params.temperature, np.float32),
+        "top_p": np.array(params.top_p, np.float32),
+        "min_p": np.array(params.min_p, np.float32),
+        "repetition": np.array(params.repetition_penalty, np.float32),
+        "frequency": np.array(params.frequency_penalty, np.float32),
+        "presence": np.array(params.presence_penalty, np.float32),
+    }
+
+
+def _check_normalised(params: SamplingParams) -> None:
+    """Asserts the part of `SamplingParams.normalised` that the sampler relies on."""
+    temperature, filters = params.temperature, (params.top_k, params.top_p, params.min_p)
+    if params.is_greedy:
+        assert temperature == 0, f"a greedy request has temperature {temperature}, not 0"
+        assert filters == (0, 1, 0), f"a greedy request has top_k, top_p, min_p {filters}"
+    else:
+        low, high = TEMPERATURES
+        assert low <= temperature <= high, f"temperature {temperature} is not normalised"
+    low, high = REPETITION_PENALTIES
+    penalty = params.repetition_penalty
+    assert low <= penalty <= high, f"repetition_penalty {penalty} is not normalised"
+
+
+def _filters(random: Sequence[SamplingParams], vocab_size: int) -> Filters:
+    """Returns the filters that at least one of these requests needs; none of them is greedy."""
+    top_k = [params.top_k for params in random if 0 < params.top_k < vocab_size]
+    if max(top_k, default=0) > SMALL_TOP_K:
+        return Filters.LARGE_TOP_K
+    if top_k or any(params.top_p < 1 or params.min_p > 0 for params in random):
+        return Filters.SMALL_TOP_K
+    return Filters.NONE
 
 
 def _held_back(part: ScheduledRequest) -> tuple[int, ...]:
-    """The end tokens that must not be sampled yet for this request."""
-    params: SamplingParams = part.params
+    """Returns the end tokens that the request must not sample yet."""
+    params = part.params
     num_output_tokens = part.start + part.num_tokens - part.num_prompt_tokens
     if num_output_tokens >= params.min_tokens:
         return ()
@@ -252,12 +274,20 @@ def _held_back(part: ScheduledRequest) -> tuple[int, ...]:
 
 
 def _list_size(length: int) -> int:
-    """The padded size of lists, in powers of four so that there are few."""
+    """Returns the padded length of token lists, which grows by factors of four: few sizes."""
     size = MIN_LIST
     while size < length:
         size *= 4
     return size
 
 
-def _joined(pieces: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype)
+def _joined(arrays: list[np.ndarray], dtype: type) -> Shaped[np.ndarray, " n"]:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+
+
+def _padded(
+    values: Shaped[np.ndarray, " n *rest"], padding: Any, size: int
+) -> Shaped[np.ndarray, " {size} *rest"]:
+    out = np.full((size, *values.shape[1:]), padding, values.dtype)
+    out[: len(values)] = values
+    return out

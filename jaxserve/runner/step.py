@@ -1,8 +1,8 @@
 """The jitted step of an engine.
 
-It runs the model, whose programs are large, for any kind of sampling, and takes the most likely
-tokens. What else a request may ask for is in the sampler (`sampling_steps`), whose programs are
-small.
+The step runs the model and takes the most likely token of each request, for any kind of sampling,
+since programs with a model in them are large and slow to compile. Everything else that a request
+may ask for is in the small programs of `TokenSampler`.
 """
 
 from __future__ import annotations
@@ -14,90 +14,98 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.arrays import Leaf
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 from jaxserve.runner.batch import StepInputs
-from jaxserve.runner.packing import Packed
+from jaxserve.runner.jit import Packed
 from jaxserve.sampling.vocabulary import argmax
 
 
 class LanguageModel(Protocol):
-    """What the step needs of a model."""
+    """The interface that the runner needs of a model."""
 
     def __call__(
-        self, tokens: jax.Array, kv: KVCache, meta: AttentionMeta, *, attention: AttentionBackend
-    ) -> tuple[jax.Array, KVCache]:
-        """Hidden states [T, D] of tokens i32[T], and the cache with their keys and values."""
+        self,
+        tokens: Int32[Array, " tokens"],
+        kv: KVCache,
+        meta: AttentionMeta,
+        *,
+        attention: AttentionBackend,
+    ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
+        """Returns hidden states [T, D] of tokens i32[T], and the cache with their keys and values.
+
+        ``kv`` is donated: do not use it afterwards.
+        """
         ...
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """f32[L, V] for hidden states [L, D]."""
+    def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
+        """Returns the logits f32[N, V] of hidden states [N, D]."""
         ...
 
-    def final(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [L, D] as the head sees them, for embeddings."""
+    def final(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n hidden"]:
+        """Returns hidden states [N, D] as the output layer sees them, for embeddings."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepState:
-    """What one step leaves to the next, on the device.
+    """The state on the device that one step leaves to the next.
 
     Attributes:
       kv: the KV cache.
-      last_tokens: i32[S], the token sampled last in each of the engine's rows.
+      last_tokens: i32[S], the token sampled last in each engine row.
     """
 
     kv: KVCache
-    last_tokens: Leaf
+    last_tokens: Int32[Leaf, " engine_rows"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Forward:
-    """What the model makes of the tokens of a step.
+    """The results of the model for the tokens of a step.
 
     Attributes:
-      hidden: [T, D], of every token, to be given to `LanguageModel.logits`.
+      hidden: [T, D], hidden states of every token, to be given to `LanguageModel.logits`.
       logits: f32[R, V], after the last token of each request.
-      best: i32[R], the most likely next tokens.
+      most_likely: i32[R], the most likely next tokens.
     """
 
-    hidden: Leaf
-    logits: Leaf
-    best: Leaf
+    hidden: Float[Leaf, "tokens hidden"]
+    logits: Float32[Leaf, "rows vocab"]
+    most_likely: Int32[Leaf, " rows"]
 
 
-# The compiler takes a donated cache, which fills most of the memory, for several, and would compute
-# some of every layer twice to make room for them.
+# XLA counts the donated cache, which fills most of the memory, several times. It then believes that
+# memory is short and computes parts of every layer twice.
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 StepFn = Callable[[Any, StepState, Packed], tuple[StepState, Forward]]
 
 
 def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend) -> StepFn:
-    """The jitted step.
+    """Returns the jitted step, ``(params, state, packed StepInputs) -> (state, Forward)``.
 
-    ``(params, state, packed StepInputs) -> (state, Forward)``; the state that is passed in is gone
-    afterwards.
+    The step donates the state that it is given.
 
     Args:
       bind: makes the model from its parameters; called while tracing.
-      attention: the kernels for the cache.
+      attention: the attention backend.
     """
 
     @functools.partial(jax.jit, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
     def step(params: Any, state: StepState, packed: Packed) -> tuple[StepState, Forward]:
         inputs: StepInputs = packed.unpack()
-        known = inputs.sources < 0
-        tokens = jnp.where(known, inputs.tokens, state.last_tokens[inputs.sources])
+        is_known = inputs.fed_from_row < 0
+        tokens = jnp.where(is_known, inputs.tokens, state.last_tokens[inputs.fed_from_row])
         model = bind(params)
         hidden, kv = model(tokens, state.kv, inputs.meta, attention=attention)
-        logits = model.logits(hidden[inputs.last])
-        best = argmax(logits)
-        last_tokens = state.last_tokens.at[inputs.targets].set(best, mode="drop")
-        return StepState(kv, last_tokens), Forward(hidden, logits, best)
+        logits = model.logits(hidden[inputs.logit_tokens])
+        most_likely = argmax(logits)
+        last_tokens = state.last_tokens.at[inputs.kept_in_row].set(most_likely, mode="drop")
+        return StepState(kv, last_tokens), Forward(hidden, logits, most_likely)
 
     return step

@@ -1,4 +1,4 @@
-"""What a request says about single tokens, in the form that the sampler's inputs are made of."""
+"""The token-level rules of a request, in the form that the sampler's inputs are built from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int32, UInt32
 
 from jaxserve.core.plan import ScheduledRequest
-from jaxserve.runner.token_counts import TokenCounts
 from jaxserve.sampling_params import BIAS_LIMIT, MAX_BAD_WORD_TOKENS, SamplingParams
 
 
@@ -16,9 +16,9 @@ class TokenRules:
     """The biases, allowed tokens, bad words and token counts of one request.
 
     Attributes:
-      counts: for penalties, or None.
+      counts: the tokens that penalties apply to, or None without penalties.
       bias_ids, bias_values: i32[N] and f32[N]; N is 0 without biases.
-      mask: u32[ceil(V / 32)], as in `SamplingRows.mask`, or None if all tokens are allowed.
+      mask: u32[ceil(V / 32)], as in `SamplingInputs.mask`, or None if all tokens are allowed.
       bad_words: or None.
     """
 
@@ -34,13 +34,13 @@ class TokenRules:
         self.bad_words = BadWords(words) if words else None
 
     @property
-    def has_lists(self) -> bool:
-        """Whether there is more than a mask."""
+    def has_token_lists(self) -> bool:
+        """Whether the request has biases, bad words or penalties."""
         return self.counts is not None or len(self.bias_ids) > 0 or self.bad_words is not None
 
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> TokenRules | None:
-        """The rules of a request, or None if it has none, as nearly all."""
+        """Returns the rules of a request, or None if it has none, as nearly all requests."""
         has_rules = (
             params.has_penalties
             or params.logit_bias
@@ -50,10 +50,46 @@ class TokenRules:
         return cls(params, vocab_size) if has_rules else None
 
 
-class BadWords:
-    """Token sequences of which the last token must not follow the others in an answer.
+class TokenCounts:
+    """The distinct tokens of one request and how often each was generated.
 
-    Looked up by the last token before, so that a step need not go through all of them.
+    The counts are updated as the request grows.
+    """
+
+    def __init__(self) -> None:
+        self._num_counted = 0
+        self._index: dict[int, int] = {}
+        self._ids = np.empty(64, np.int32)
+        self._counts = np.zeros(64, np.int32)
+
+    def update(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """Counts the tokens that were appended to ``token_ids`` since the last call."""
+        for position in range(self._num_counted, len(token_ids)):
+            token = token_ids[position]
+            at = self._index.setdefault(token, len(self._index))
+            if at == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[at] = token
+            self._counts[at] += position >= num_prompt_tokens
+        self._num_counted = len(token_ids)
+
+    @property
+    def ids(self) -> Int32[np.ndarray, " n"]:
+        """i32[N], each token once."""
+        return self._ids[: len(self._index)]
+
+    @property
+    def counts(self) -> Int32[np.ndarray, " n"]:
+        """i32[N], how often each token was generated; 0 if only the prompt contains it."""
+        return self._counts[: len(self._index)]
+
+
+class BadWords:
+    """Token sequences whose last token must not follow their other tokens in the output.
+
+    The sequences are indexed by the token before the last one, so that a step need not go through
+    all of them.
     """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
@@ -68,11 +104,11 @@ class BadWords:
                 self._by_last_but_one[word[-3]].append(word)
 
     def blocked(self, part: ScheduledRequest) -> tuple[list[int], list[tuple[int, int]]]:
-        """What the request must not sample now.
+        """Returns the tokens that the request must not sample in this step.
 
         Returns:
           (ids that are blocked, (id, token) pairs: id is blocked if the token that the host has
-          not seen yet is that one).
+          not seen yet equals token).
         """
         known = part.known_token_ids
         output = known[max(part.num_prompt_tokens, len(known) - MAX_BAD_WORD_TOKENS) :]
@@ -89,7 +125,8 @@ def _ends_with(tokens: Sequence[int], end: tuple[int, ...]) -> bool:
     return len(tokens) >= len(end) and tuple(tokens[-len(end) :]) == end
 
 
-def _mask(ids: Sequence[int], vocab_size: int) -> np.ndarray:
+def _mask(ids: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, " words"]:
+    """Returns one bit per token, 1 for the given ids, as u32[ceil(V / 32)]."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[np.asarray(ids)] = 1
     return np.packbits(bits, bitorder="little").view("<u4")

@@ -1,4 +1,4 @@
-"""Runs the sampler after a step, for the requests that ask for more than the most likely token."""
+"""Runs the sampler after a step, for the requests that need more than the most likely token."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Int32
 
 from jaxserve.arrays import Leaf
 from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import ScheduledRequest, StepPlan
 from jaxserve.runner.buckets import sampler_sizes
-from jaxserve.runner.packing import Packed, pack
-from jaxserve.runner.programs import CompilationLog, Program
+from jaxserve.runner.jit import CompilationLog, Packed, Program, pack
 from jaxserve.runner.sampling_batch import SamplingBatchBuilder, SamplingNeeds, fill_masks
+from jaxserve.sampling.inputs import Filters, SamplingInputs
 from jaxserve.sampling.logprobs import Logprobs, compute_logprobs, logprobs_size
-from jaxserve.sampling.rows import SamplingFeatures, SamplingRows
-from jaxserve.sampling.sampler import choose, edit, processed
+from jaxserve.sampling.sampler import filtered_logits, process_logits, sample
+from jaxserve.sampling.stages import Logits
 
-MASKED = SamplingFeatures(masked=True)
-EDITED = SamplingFeatures(biased=True, blocked=True, penalties=True)
-UNFILTERED = SamplingFeatures(random=True)
-FILTERED = SamplingFeatures(random=True, filters=True)
-LARGE_TOP_K = SamplingFeatures(random=True, filters=True, large_top_k=True)
+LastTokens = Int32[Array, " engine_rows"]
 
 NO_REQUESTS = StepPlan(step_id=-1, scheduled=())
 
@@ -34,30 +31,52 @@ NO_REQUESTS = StepPlan(step_id=-1, scheduled=())
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What was sampled: tokens i32[A] of the rows whose tokens were chosen, and log probabilities
-    of those that asked; None if there are none.
+    """The results of the sampler for one step.
+
+    Attributes:
+      tokens: i32[A], of the rows in `SamplingNeeds.to_sample` and padding, or None.
+      logprobs: of the rows in `SamplingNeeds.to_score` and padding, or None.
     """
 
-    tokens: Leaf | None
+    tokens: Int32[Leaf, " a"] | None
     logprobs: Logprobs | None
 
 
+@dataclasses.dataclass(frozen=True)
+class SamplingWork:
+    """The sampler's part of a step whose forward pass has been started.
+
+    Attributes:
+      plan: the plan of the step.
+      needs: the work that the plan has for the sampler.
+      logits: f32[A, V], the rows to sample, or None.
+      inputs: of those rows, as numpy arrays without the masks of constraints, or None.
+      raw: f32[B, V], the rows to score as the model computed them, or None.
+    """
+
+    plan: StepPlan
+    needs: SamplingNeeds
+    logits: Logits | None
+    inputs: SamplingInputs | None
+    raw: Float32[Array, "b vocab"] | None
+
+
 class TokenSampler:
-    """Chooses tokens and scores them.
+    """Takes tokens from logits, and scores them.
 
-    The rows that ask are gathered from the logits of a step, so that the rest costs nothing, and
-    then go through a few programs that know nothing of the step:
+    The rows that need it are gathered from the logits of a step, so that the other rows cost
+    nothing. They then go through a few programs that know nothing of the step:
 
-        logits [R, V] -> take -> edit (mask) -> edit (lists) -> choose -> tokens
+        logits [R, V] -> take -> process (masks) -> process (token lists) -> sample -> tokens
         logits [R, V] -> take -> score, with the tokens -> log probabilities
 
-    each compiled for a few numbers of rows, and run only if a row needs it.
+    Each program is compiled for a few numbers of rows, and runs only if a row needs it.
 
     Args:
       num_rows: S, the engine's rows.
       vocab_size: V.
-      logprobs_mode: which numbers log probabilities are.
-      log: is told of compilations.
+      logprobs_mode: which numbers are reported as log probabilities; see `LogprobsConfig`.
+      log: receives the compilations.
     """
 
     def __init__(
@@ -70,86 +89,95 @@ class TokenSampler:
         self._batch = SamplingBatchBuilder(num_rows=num_rows, vocab_size=vocab_size)
 
         @jax.jit
-        def take_step(logits: jax.Array, rows: jax.Array) -> jax.Array:
-            return logits.at[rows].get(mode="clip")
+        def take_step(
+            logits: Float32[Array, "rows vocab"], indices: Int32[Array, " a"]
+        ) -> Float32[Array, "a vocab"]:
+            return logits.at[indices].get(mode="clip")
 
-        @functools.partial(jax.jit, static_argnames="features", donate_argnums=0)
-        def edit_step(
-            logits: jax.Array, last_tokens: jax.Array, packed: Packed, *, features: SamplingFeatures
-        ) -> jax.Array:
-            return edit(logits, last_tokens, packed.unpack(), features=features)
+        @functools.partial(jax.jit, donate_argnums=0)
+        def process_step(logits: Logits, last_tokens: LastTokens, packed: Packed) -> Logits:
+            return process_logits(logits, last_tokens, packed.unpack())
 
-        @functools.partial(jax.jit, static_argnames="features", donate_argnums=1)
-        def choose_step(
-            logits: jax.Array, last_tokens: jax.Array, packed: Packed, *, features: SamplingFeatures
-        ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-            rows: SamplingRows = packed.unpack()
-            tokens, changed = choose(logits, rows, features=features)
-            last_tokens = last_tokens.at[rows.targets].set(tokens, mode="drop")
+        @functools.partial(jax.jit, donate_argnums=1)
+        def sample_step(
+            logits: Logits, last_tokens: LastTokens, packed: Packed
+        ) -> tuple[LastTokens, Int32[Array, " rows"], Logits | None]:
+            inputs: SamplingInputs = packed.unpack()
+            tokens, drawn_from = sample(logits, inputs)
+            last_tokens = last_tokens.at[inputs.kept_in_row].set(tokens, mode="drop")
             if not self._scores_processed:
                 return last_tokens, tokens, None
-            return last_tokens, tokens, processed(changed, tokens, rows, features=features)
+            return last_tokens, tokens, filtered_logits(drawn_from, tokens, inputs)
 
         @functools.partial(jax.jit, static_argnames="k")
         def score_step(
-            logits: jax.Array, last_tokens: jax.Array, rows: jax.Array, *, k: int
+            logits: Logits, last_tokens: LastTokens, engine_rows: Int32[Array, " rows"], *, k: int
         ) -> Logprobs:
             as_logits = logprobs_mode.endswith("logits")
-            return compute_logprobs(logits, last_tokens[rows], k, as_logits=as_logits)
+            return compute_logprobs(logits, last_tokens[engine_rows], k, as_logits=as_logits)
 
         self._take = Program("gathering rows of logits", take_step, log)
-        self._edit = Program("editing logits", edit_step, log)
-        self._choose = Program("choosing tokens", choose_step, log)
+        self._process = Program("processing logits", process_step, log)
+        self._sample = Program("sampling tokens", sample_step, log)
         self._score = Program("log probabilities", score_step, log)
 
     def admit(self, part: ScheduledRequest) -> None:
-        """Forgets what the row of the request held and takes in its parameters."""
+        """Replaces what the request's row held by the parameters of the request."""
         self._batch.admit(part)
 
     def needs(self, plan: StepPlan) -> SamplingNeeds:
-        """What the requests of a plan ask for."""
+        """Returns the work that a plan has for the sampler."""
         needs = self._batch.needs(plan)
-        if not self._scores_processed or not needs.scored:
+        if not self._scores_processed or not needs.to_score:
             return needs
-        # Those whose logits are to be seen as they are after the last stage go through all stages.
-        chosen = tuple(sorted({*needs.chosen, *needs.scored}))
-        return dataclasses.replace(needs, chosen=chosen)
+        # With a processed logprobs_mode, scored rows must pass every stage too.
+        to_sample = tuple(sorted({*needs.to_sample, *needs.to_score}))
+        return dataclasses.replace(needs, to_sample=to_sample)
 
-    def start(
-        self, plan: StepPlan, needs: SamplingNeeds, logits: jax.Array
-    ) -> Callable[[jax.Array], tuple[jax.Array, Sampled]]:
-        """Gathers rows of the logits f32[R, V] of a step, and builds the inputs for them.
+    def gather(
+        self, plan: StepPlan, needs: SamplingNeeds, logits: Float32[Array, "rows vocab"]
+    ) -> SamplingWork:
+        """Gathers the rows that need the sampler from the logits of a step, and builds its inputs.
+
+        It does not wait for the device.
+        """
+        raw = taken = inputs = None
+        if needs.to_sample:
+            taken = self._rows(logits, needs.to_sample)
+            inputs = self._batch.build(plan, needs, len(taken))
+        if needs.to_score and not self._scores_processed:
+            raw = self._rows(logits, needs.to_score)
+        return SamplingWork(plan, needs, taken, inputs, raw)
+
+    def finish(self, work: SamplingWork, last_tokens: LastTokens) -> tuple[LastTokens, Sampled]:
+        """Starts the rest of the sampler's work, without waiting for the device.
+
+        Call it when all constraints have accepted the tokens of earlier steps.
+
+        Args:
+          work: returned by `gather`.
+          last_tokens: i32[S], the last token of each engine row; donated.
 
         Returns:
-          What starts the rest, without waiting for it: from the last tokens i32[S] of the engine's
-          rows, which are gone afterwards, to those with the new tokens, and what was sampled. To be
-          called when all constraints are up to date.
+          (the last tokens including the new ones, the results).
         """
-        raw = taken = rows = None
-        if needs.chosen:
-            taken = self._rows(logits, needs.chosen)
-            rows = self._batch.build(plan, needs, len(taken))
-        if needs.scored and not self._scores_processed:
-            raw = self._rows(logits, needs.scored)
-
-        def finish(last_tokens: jax.Array) -> tuple[jax.Array, Sampled]:
-            tokens, to_score = None, raw
-            if rows is not None:
-                fill_masks(plan, needs, rows)
-                last_tokens, tokens, changed = self._chosen(taken, last_tokens, rows, needs)
-                if needs.scored and changed is not None:
-                    where = {place: i for i, place in enumerate(needs.chosen)}
-                    to_score = self._rows(changed, [where[place] for place in needs.scored])
-            if to_score is None:
-                return last_tokens, Sampled(tokens, None)
-            scored = [plan.scheduled[place].row for place in needs.scored]
-            logprobs = self._scores(to_score, last_tokens, scored, needs.num_logprobs)
-            return last_tokens, Sampled(tokens, logprobs)
-
-        return finish
+        plan, needs, tokens, to_score = work.plan, work.needs, None, work.raw
+        if work.inputs is not None:
+            fill_masks(plan, needs, work.inputs)
+            last_tokens, tokens, processed = self._sampled(
+                work.logits, last_tokens, work.inputs, needs
+            )
+            if needs.to_score and processed is not None:
+                row_of = {index: row for row, index in enumerate(needs.to_sample)}
+                to_score = self._rows(processed, [row_of[index] for index in needs.to_score])
+        if to_score is None:
+            return last_tokens, Sampled(tokens, None)
+        engine_rows = [plan.scheduled[index].row for index in needs.to_score]
+        logprobs = self._scores(to_score, last_tokens, engine_rows, needs.num_logprobs)
+        return last_tokens, Sampled(tokens, logprobs)
 
     def warm_ups(self, step_sizes: Iterable[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Names of the common programs, and what compiles each by running it on nothing.
+        """Yields the name of each common program and a function that compiles it by running it.
 
         ``step_sizes``: the numbers of rows of logits that a step may have.
         """
@@ -160,48 +188,62 @@ class TokenSampler:
                 if size >= step_size:
                     break
         for size in self._sizes:
-            for features in (MASKED, EDITED, UNFILTERED, FILTERED):
-                name = f"sampling of {size} rows, {_names(features)}"
-                yield name, functools.partial(self._warm_up_features, size, features)
+            name = f"masks of {size} rows"
+            yield name, functools.partial(self._warm_up_processing, size, has_masks=True)
+            name = f"token lists of {size} rows"
+            yield name, functools.partial(self._warm_up_processing, size, has_masks=False)
+            for filters in (Filters.NONE, Filters.SMALL_TOP_K):
+                name = f"sampling of {size} rows, {filters.value}"
+                yield name, functools.partial(self._warm_up_sampling, size, filters)
             name = f"log probabilities of {size} rows"
             yield name, functools.partial(self._warm_up_scores, size)
 
-    def _rows(self, logits: jax.Array, places: Sequence[int]) -> jax.Array:
-        """These rows of f32[R, V], and padding."""
-        size = next(size for size in self._sizes if size >= len(places))
-        rows = np.zeros(size, np.int32)
-        rows[: len(places)] = places
-        return self._take(logits, rows, shapes=f"{size} of {len(logits)} rows")
+    def _rows(
+        self, logits: Float32[Array, "rows vocab"], indices: Sequence[int]
+    ) -> Float32[Array, "a vocab"]:
+        """Returns these rows of f32[R, V], padded to one of the sampler's sizes."""
+        size = next(size for size in self._sizes if size >= len(indices))
+        padded = np.zeros(size, np.int32)
+        padded[: len(indices)] = indices
+        return self._take(logits, padded, shapes=f"{size} of {len(logits)} rows")
 
-    def _chosen(
-        self, logits: Any, last_tokens: jax.Array, rows: SamplingRows, needs: SamplingNeeds
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        if needs.is_masked:
-            logits = self._edited(logits, last_tokens, rows, MASKED)
-        if needs.is_edited:
-            logits = self._edited(logits, last_tokens, rows, EDITED)
-        features = UNFILTERED
-        if needs.filters:
-            features = LARGE_TOP_K if needs.large_top_k else FILTERED
-        packed = pack(dataclasses.replace(rows, mask=None, biased=None, blocked=None, seen=None))
-        shapes = f"{len(logits)} rows, {_names(features)}"
-        return self._choose(logits, last_tokens, packed, features=features, shapes=shapes)
+    def _sampled(
+        self,
+        logits: Any,
+        last_tokens: LastTokens,
+        inputs: SamplingInputs,
+        needs: SamplingNeeds,
+    ) -> tuple[LastTokens, Int32[Array, " rows"], Logits | None]:
+        """Returns the last tokens, the sampled tokens, and the logits after the last stage if a
+        processed logprobs_mode needs them.
+        """
+        if needs.has_masks:
+            logits = self._masked(logits, last_tokens, inputs)
+        if needs.has_token_lists:
+            logits = self._listed(logits, last_tokens, inputs)
+        parameters = dataclasses.replace(inputs, mask=None, biased=None, blocked=None, seen=None)
+        shapes = f"{len(logits)} rows, {inputs.filters.value}"
+        return self._sample(logits, last_tokens, pack(parameters), shapes=shapes)
 
-    def _edited(
-        self, logits: jax.Array, last_tokens: jax.Array, rows: SamplingRows, what: SamplingFeatures
-    ) -> jax.Array:
-        shapes = f"{len(logits)} rows, {_names(what)}"
-        if what.masked:
-            rows = dataclasses.replace(rows, biased=None, blocked=None, seen=None)
-        else:
-            seen, rows = rows.seen, dataclasses.replace(rows, mask=None)
-            assert seen is not None
-            shapes += f", lists of {len(seen.ids)} tokens"
-        return self._edit(logits, last_tokens, pack(rows), features=what, shapes=shapes)
+    def _masked(self, logits: Logits, last_tokens: LastTokens, inputs: SamplingInputs) -> Logits:
+        """Applies the masks alone."""
+        masks = dataclasses.replace(
+            inputs, biased=None, blocked=None, seen=None, filters=Filters.NONE
+        )
+        shapes = f"{len(logits)} rows, masks"
+        return self._process(logits, last_tokens, pack(masks), shapes=shapes)
+
+    def _listed(self, logits: Logits, last_tokens: LastTokens, inputs: SamplingInputs) -> Logits:
+        """Applies the token lists alone: blocked tokens, biases, penalties."""
+        assert inputs.seen is not None
+        lists = dataclasses.replace(inputs, mask=None, filters=Filters.NONE)
+        shapes = f"{len(logits)} rows, lists of {len(inputs.seen.ids)} tokens"
+        return self._process(logits, last_tokens, pack(lists), shapes=shapes)
 
     def _scores(
-        self, logits: jax.Array, last_tokens: jax.Array, rows: Sequence[int], k: int
+        self, logits: Logits, last_tokens: LastTokens, rows: Sequence[int], k: int
     ) -> Logprobs:
+        """Scores the last tokens of these engine rows."""
         engine_rows = np.zeros(len(logits), np.int32)
         engine_rows[: len(rows)] = rows
         shapes = f"{len(logits)} rows, {k} most likely tokens"
@@ -214,20 +256,19 @@ class TokenSampler:
         k = logprobs_size(0, self._vocab_size)
         return self._scores(self._no_logits(size), self._no_tokens(), [0] * size, k)
 
-    def _warm_up_features(self, size: int, features: SamplingFeatures) -> Any:
-        needs = SamplingNeeds(is_masked=features.masked, is_edited=features.penalties)
-        rows = self._batch.build(NO_REQUESTS, needs, size)
-        logits, tokens = self._no_logits(size), self._no_tokens()
-        if features in (MASKED, EDITED):
-            return self._edited(logits, tokens, rows, features)
-        return self._chosen(logits, tokens, rows, SamplingNeeds(filters=features.filters))
+    def _warm_up_processing(self, size: int, *, has_masks: bool) -> Any:
+        needs = SamplingNeeds(has_masks=has_masks, has_token_lists=not has_masks)
+        inputs = self._batch.build(NO_REQUESTS, needs, size)
+        process = self._masked if has_masks else self._listed
+        return process(self._no_logits(size), self._no_tokens(), inputs)
 
-    def _no_logits(self, num_rows: int) -> jax.Array:
+    def _warm_up_sampling(self, size: int, filters: Filters) -> Any:
+        needs = SamplingNeeds(filters=filters)
+        inputs = self._batch.build(NO_REQUESTS, needs, size)
+        return self._sampled(self._no_logits(size), self._no_tokens(), inputs, needs)
+
+    def _no_logits(self, num_rows: int) -> Logits:
         return jnp.zeros((num_rows, self._vocab_size))
 
-    def _no_tokens(self) -> jax.Array:
+    def _no_tokens(self) -> LastTokens:
         return jnp.zeros(self.num_rows, jnp.int32)
-
-
-def _names(features: SamplingFeatures) -> str:
-    return ", ".join(f.name for f in dataclasses.fields(features) if getattr(features, f.name))

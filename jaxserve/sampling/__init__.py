@@ -1,4 +1,6 @@
-"""From logits to tokens: logits processors, sampling filters, draws and log probabilities.
+"""Takes one token from each row of logits, and reports log probabilities.
 
-Pure functions on arrays of rows. Knows no model, no plan and no request.
+The package works on rows of logits and on the parameters of each row (`SamplingInputs`). All
+functions on the device are pure and can be jitted. It must not know requests, plans, models or the
+KV cache: `jaxserve.runner` builds the inputs and decides which functions run.
 """

@@ -7,18 +7,22 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Int32
 
 from jaxserve.arrays import Leaf
 from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.sampling.vocabulary import top_k
 
-FEWEST = 20
-"""Of the most likely tokens that a program returns."""
+MIN_TOP_TOKENS = 20
+"""Each program returns at least so many of the most likely tokens."""
 
 
 def logprobs_size(k: int, vocab_size: int) -> int:
-    """How many most likely tokens a program returns that has to return k; few different ones."""
-    size = FEWEST
+    """Returns how many most likely tokens a program computes when k in [0, V] are asked for.
+
+    The result is rounded up to few sizes, since each is a program of its own.
+    """
+    size = MIN_TOP_TOKENS
     while size < k:
         size *= 4
     return min(size, vocab_size)
@@ -36,16 +40,20 @@ class Logprobs:
       top: f32[R, K].
     """
 
-    sampled: Leaf
-    ranks: Leaf
-    top_ids: Leaf
-    top: Leaf
+    sampled: Float32[Leaf, " rows"]
+    ranks: Int32[Leaf, " rows"]
+    top_ids: Int32[Leaf, "rows k"]
+    top: Float32[Leaf, "rows k"]
 
 
 def compute_logprobs(
-    logits: jax.Array, tokens: jax.Array, k: int, *, as_logits: bool = False
+    logits: Float32[Array, "rows vocab"],
+    tokens: Int32[Array, " rows"],
+    k: int,
+    *,
+    as_logits: bool = False,
 ) -> Logprobs:
-    """Of the tokens i32[R] and the k most likely ones, under the softmax of logits f32[R, V].
+    """Scores the tokens i32[R] and the k most likely ones under the softmax of logits f32[R, V].
 
     With ``as_logits`` the numbers are the logits themselves.
     """
@@ -61,11 +69,13 @@ def compute_logprobs(
 
 
 def to_message(logprobs: Logprobs, row: int, token: int, k: int) -> TokenLogprobs:
-    """The entry of one row, with its k most likely tokens; the arrays must be numpy arrays."""
-    ids: np.ndarray = logprobs.top_ids[row, :k]  # type: ignore[assignment]
-    values: np.ndarray = logprobs.top[row, :k]  # type: ignore[assignment]
+    """Returns the entry of one row, with its k most likely tokens.
+
+    Call it with numpy arrays: it reads single elements, and each would be a transfer from the
+    device.
+    """
     return TokenLogprobs(
-        token_ids=[token, *ids.tolist()],
-        logprobs=[float(logprobs.sampled[row]), *values.tolist()],
+        token_ids=[token, *np.asarray(logprobs.top_ids[row, :k]).tolist()],
+        logprobs=[float(logprobs.sampled[row]), *np.asarray(logprobs.top[row, :k]).tolist()],
         rank=int(logprobs.ranks[row]),
     )

@@ -1,23 +1,25 @@
 """Searches over the vocabulary that avoid sorting it.
 
 The vocabulary is cut into groups of 128. The best k tokens all lie in the k groups with the best
-maxima, so that after one pass for the maxima only those groups have to be looked at. Ties go to the
-lowest id, everywhere.
+maxima, so one pass for the maxima is enough to find the groups to search. Ties go to the lowest id,
+everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
 
 GROUP = 128
 
+Values = Float32[Array, "rows vocab"]
 
-def grouped(values: jax.Array) -> jax.Array:
-    """f32[R, V] as f32[R, G, 128], padded with -inf if V is not a multiple of 128."""
+
+def grouped(values: Values) -> Float32[Array, "rows groups 128"]:
+    """Returns f32[R, V] as f32[R, G, 128], padded with -inf if V is not a multiple of 128."""
     rows, width = values.shape
     missing = -width % GROUP
     if missing:
@@ -25,59 +27,62 @@ def grouped(values: jax.Array) -> jax.Array:
     return values.reshape(rows, -1, GROUP)
 
 
-def argmax(values: jax.Array) -> jax.Array:
-    """i32[R]: the index of the largest of f32[R, V] in each row; of a NaN, if there is one."""
+def argmax(values: Values) -> Int32[Array, " rows"]:
+    """Returns the index of the largest value of each row; of a NaN, if the row has one."""
     groups = grouped(values)
     best = jnp.argmax(groups.max(-1), -1).astype(jnp.int32)
     members = jnp.take_along_axis(groups, best[:, None, None], 1)[:, 0]
     return best * GROUP + jnp.argmax(members, -1).astype(jnp.int32)
 
 
-def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest of f32[R, V] in each row, in descending order; -0 comes after 0.
+def top_k(values: Values, k: int) -> tuple[Float32[Array, "rows {k}"], Int32[Array, "rows {k}"]]:
+    """Returns the k largest values of each row in descending order, and their indices.
 
-    Returns:
-      (values f32[R, k], indices i32[R, k]).
+    -0 comes after 0. ``k`` is in [1, V].
     """
     groups = grouped(values)
     if groups.shape[1] <= k:
-        found, where = lax.top_k(values, k)
-        return found, where
+        found, indices = lax.top_k(values, k)
+        return found, indices
     _, best = lax.top_k(groups.max(-1), k)
-    # In ascending order, so that among equals in the candidates the lowest id comes first.
+    # Groups in ascending order make the lowest id come first among equal candidates.
     best = jnp.sort(best, -1)
     candidates = jnp.take_along_axis(groups, best[:, :, None], 1).reshape(len(values), -1)
     found, where = lax.top_k(candidates, k)
     return found, jnp.take_along_axis(best, where // GROUP, 1) * GROUP + where % GROUP
 
 
-def kth_largest(values: jax.Array, k: jax.Array) -> jax.Array:
-    """f32[R]: the k-th largest of f32[R, V] in each row, k i32[R] in [1, V]. -0 counts as 0."""
+def kth_largest(values: Values, k: Int32[Array, " rows"]) -> Float32[Array, " rows"]:
+    """Returns the k-th largest value of each row, with k in [1, V]. -0 counts as 0."""
     return _largest_with(values, lambda is_above: is_above.sum(-1) >= k)
 
 
-def smallest_of_mass(values: jax.Array, weights: jax.Array, mass: jax.Array) -> jax.Array:
-    """f32[R]: the last of the values, in descending order, that it takes to reach a mass.
+def smallest_of_mass(
+    values: Values, weights: Values, mass: Float32[Array, " rows"]
+) -> Float32[Array, " rows"]:
+    """Returns the value at which a row, read in descending order, reaches a mass.
 
     Args:
       values: f32[R, V].
       weights: f32[R, V], at least 0.
-      mass: f32[R], of weights.
+      mass: f32[R], a sum of weights. If a row does not reach it, the result is its smallest value.
     """
     return _largest_with(values, lambda is_above: jnp.where(is_above, weights, 0).sum(-1) >= mass)
 
 
-def _largest_with(values: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest value of each row such that those not smaller than it, bool[R, V], are enough;
-    the smallest one if there is none.
+def _largest_with(
+    values: Values, is_enough: Callable[[Bool[Array, "rows vocab"]], Bool[Array, " rows"]]
+) -> Float32[Array, " rows"]:
+    """Returns the largest value x of each row for which ``is_enough(values >= x)`` holds, or the
+    smallest value of the row if there is none.
 
     Bisection over the bits of the floats: exact, at most 32 passes over the values.
     """
     ordered = _to_ordered(jnp.where(values == 0, 0.0, values))
-    # The midpoint is taken without the sum, which would overflow.
+    # The midpoint is computed without the sum, which would overflow.
     low, high = ordered.min(-1), ordered.max(-1)
 
-    def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
         enough = is_enough(ordered >= middle[:, None])
@@ -87,12 +92,13 @@ def _largest_with(values: jax.Array, is_enough: Callable[[jax.Array], jax.Array]
     return _from_ordered(low)
 
 
-def _to_ordered(values: jax.Array) -> jax.Array:
-    """Integers in the order of the floats."""
+def _to_ordered(values: Values) -> Int32[Array, "rows vocab"]:
+    """Returns integers that sort like the floats."""
     bits = lax.bitcast_convert_type(values, jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _from_ordered(ordered: jax.Array) -> jax.Array:
+def _from_ordered(ordered: Int32[Array, " rows"]) -> Float32[Array, " rows"]:
+    """Inverts `_to_ordered`."""
     bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
     return lax.bitcast_convert_type(bits, jnp.float32)

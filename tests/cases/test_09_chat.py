@@ -1,5 +1,6 @@
 """Messages, and the chat templates that make prompts of them."""
 
+import dataclasses
 import socket
 
 import pytest
@@ -36,7 +37,8 @@ def template(server, monkeypatch):
     """Sets the chat template of the server."""
 
     def set_template(source: str) -> None:
-        monkeypatch.setattr(server.text_engine, "chat_template", source)
+        model = dataclasses.replace(server.text_engine.model, chat_template=source)
+        monkeypatch.setattr(server.text_engine, "model", model)
 
     return set_template
 

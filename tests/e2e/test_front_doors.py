@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve import SamplingParams, offline
+from jaxserve import SamplingParams
 from jaxserve.llm import LLM
+from jaxserve.offline import __main__ as offline
 from jaxserve.testing.tolerance import assert_close
 
 MESSAGES = [{"role": "user", "content": "hello world"}]

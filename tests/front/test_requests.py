@@ -6,7 +6,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.front.generation_defaults import GenerationDefaults
 from jaxserve.front.requests import CompletionTask, GenerateRequest, resolve
 from jaxserve.front.served_model import ServedModel
-from jaxserve.sampling_params import MIN_TEMPERATURE, SamplingParams
+from jaxserve.sampling_params import TEMPERATURES, SamplingParams
 from jaxserve.testing.scripted_engine import READY
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
@@ -28,7 +28,7 @@ def test_a_greedy_completion_has_no_filters() -> None:
 def test_a_low_temperature_is_raised_and_no_top_k_is_zero() -> None:
     params = SamplingParams(temperature=1e-4, top_p=0.5, top_k=-1)
     sent = tasks_of(params=params)[0].submit.params
-    assert (sent.temperature, sent.top_p, sent.top_k) == (MIN_TEMPERATURE, 0.5, 0)
+    assert (sent.temperature, sent.top_p, sent.top_k) == (TEMPERATURES[0], 0.5, 0)
 
 
 def test_each_completion_has_its_index_seed_and_id() -> None:

@@ -41,9 +41,9 @@ def test_a_mixed_step_field_by_field():
     )
     inputs = batch.build(second, Bucket(8, 4, 2))
     assert inputs.tokens.tolist() == [0, 11, 21, 22, 23, 0, 0, 0]
-    assert inputs.sources.tolist() == [4, -1, -1, -1, -1, -1, -1, -1]
-    assert inputs.last.tolist() == [0, 1, 4, 0]
-    assert inputs.targets.tolist() == [4, 1, NUM_ROWS, NUM_ROWS]
+    assert inputs.fed_from_row.tolist() == [4, -1, -1, -1, -1, -1, -1, -1]
+    assert inputs.logit_tokens.tolist() == [0, 1, 4, 0]
+    assert inputs.kept_in_row.tolist() == [4, 1, NUM_ROWS, NUM_ROWS]
     meta = inputs.meta
     assert not meta.decode_only
     assert meta.positions.tolist() == [5, 4, 2, 3, 4, 0, 0, 0]
@@ -52,13 +52,15 @@ def test_a_mixed_step_field_by_field():
     assert meta.block_tables[:3].tolist() == [[9, 3], [5, 6], [2, 12]]
     assert meta.seq_lens.tolist() == [6, 5, 5, 0]
     assert meta.query_start.tolist() == [0, 1, 2, 5, 5]
-    assert {leaf.dtype for leaf in (inputs.tokens, inputs.last, meta.slots)} == {np.dtype("int32")}
+    assert {leaf.dtype for leaf in (inputs.tokens, inputs.logit_tokens, meta.slots)} == {
+        np.dtype("int32")
+    }
 
 
-def test_what_the_sampler_chooses_is_not_kept():
+def test_the_step_does_not_keep_the_tokens_of_requests_to_sample():
     plan = StepPlan(0, (part(1, 0, [1], blocks=[5]), part(3, 0, [1], blocks=[6])))
-    inputs = builder().build(plan, Bucket(2, 2, 8), chosen={0})
-    assert inputs.targets.tolist() == [NUM_ROWS, 3]
+    inputs = builder().build(plan, Bucket(2, 2, 8), to_sample={0})
+    assert inputs.kept_in_row.tolist() == [NUM_ROWS, 3]
 
 
 def test_an_empty_plan_touches_nothing():
@@ -66,8 +68,8 @@ def test_an_empty_plan_touches_nothing():
     assert inputs.meta.decode_only
     assert inputs.meta.slots.tolist() == [NUM_SLOTS] * 2
     assert inputs.meta.seq_lens.tolist() == [0, 0]
-    assert inputs.targets.tolist() == [NUM_ROWS] * 2
-    assert inputs.sources.tolist() == [-1, -1]
+    assert inputs.kept_in_row.tolist() == [NUM_ROWS] * 2
+    assert inputs.fed_from_row.tolist() == [-1, -1]
 
 
 def test_what_was_built_does_not_change_with_later_steps():

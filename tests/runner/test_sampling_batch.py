@@ -1,17 +1,19 @@
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan
 from jaxserve.runner.sampling_batch import SamplingBatchBuilder, SamplingNeeds
+from jaxserve.sampling.inputs import Filters
 from jaxserve.sampling_params import SamplingParams
 
 V, S = 100, 6
 
 
 def part(row=0, *, known=(1, 2, 3), num_prompt=3, unknown=0, samples=True, eos=None, **params):
-    params = SamplingParams(**{"seed": 0, "temperature": 0, **params})
+    params = SamplingParams(**{"seed": 0, "temperature": 0, **params}).normalised()
     return ScheduledRequest(
         request_id=str(row), row=row, is_new=True, start=len(known) + unknown - 1, num_tokens=1,
         token_ids=[], block_offset=0, new_block_ids=[], samples=samples, params=params,
@@ -31,7 +33,7 @@ def built(*parts, num_rows=4, builder=None):
 
 
 PLAIN = SamplingNeeds(num_logprobs=20)
-CHOSEN = dataclasses.replace(PLAIN, chosen=(0,))
+TO_SAMPLE = dataclasses.replace(PLAIN, to_sample=(0,))
 
 
 @pytest.mark.parametrize(
@@ -39,27 +41,36 @@ CHOSEN = dataclasses.replace(PLAIN, chosen=(0,))
     [
         ({}, PLAIN),
         ({"top_p": 0.5, "top_k": 3, "min_p": 0.1}, PLAIN),
-        ({"temperature": 1}, CHOSEN),
-        ({"temperature": 1, "top_k": V}, CHOSEN),
-        ({"temperature": 1, "top_k": -1}, CHOSEN),
-        ({"temperature": 1, "top_k": 64}, dataclasses.replace(CHOSEN, filters=True)),
-        ({"temperature": 1, "top_p": 0.9}, dataclasses.replace(CHOSEN, filters=True)),
-        ({"temperature": 1, "min_p": 0.1}, dataclasses.replace(CHOSEN, filters=True)),
+        ({"temperature": 1}, TO_SAMPLE),
+        ({"temperature": 1, "top_k": V}, TO_SAMPLE),
+        ({"temperature": 1, "top_k": -1}, TO_SAMPLE),
+        (
+            {"temperature": 1, "top_k": 64},
+            dataclasses.replace(TO_SAMPLE, filters=Filters.SMALL_TOP_K),
+        ),
+        (
+            {"temperature": 1, "top_p": 0.9},
+            dataclasses.replace(TO_SAMPLE, filters=Filters.SMALL_TOP_K),
+        ),
+        (
+            {"temperature": 1, "min_p": 0.1},
+            dataclasses.replace(TO_SAMPLE, filters=Filters.SMALL_TOP_K),
+        ),
         (
             {"temperature": 1, "top_k": 65},
-            dataclasses.replace(CHOSEN, filters=True, large_top_k=True),
+            dataclasses.replace(TO_SAMPLE, filters=Filters.LARGE_TOP_K),
         ),
-        ({"presence_penalty": 1}, dataclasses.replace(CHOSEN, is_edited=True)),
-        ({"logprobs": 0}, dataclasses.replace(PLAIN, scored=(0,))),
-        ({"logprobs": 20}, dataclasses.replace(PLAIN, scored=(0,))),
-        ({"logprobs": 21}, dataclasses.replace(PLAIN, scored=(0,), num_logprobs=80)),
+        ({"presence_penalty": 1}, dataclasses.replace(TO_SAMPLE, has_token_lists=True)),
+        ({"logprobs": 0}, dataclasses.replace(PLAIN, to_score=(0,))),
+        ({"logprobs": 20}, dataclasses.replace(PLAIN, to_score=(0,))),
+        ({"logprobs": 21}, dataclasses.replace(PLAIN, to_score=(0,), num_logprobs=80)),
         ({"min_tokens": 1}, PLAIN),
-        ({"min_tokens": 1, "eos": 5}, dataclasses.replace(CHOSEN, is_edited=True)),
+        ({"min_tokens": 1, "eos": 5}, dataclasses.replace(TO_SAMPLE, has_token_lists=True)),
         ({"min_tokens": 0, "eos": 5}, PLAIN),
         ({"logit_bias": {}}, PLAIN),
-        ({"logit_bias": {3: 1.0}}, dataclasses.replace(CHOSEN, is_edited=True)),
-        ({"allowed_token_ids": (3,)}, dataclasses.replace(CHOSEN, is_masked=True)),
-        ({"bad_words_token_ids": ((3, 4),)}, dataclasses.replace(CHOSEN, is_edited=True)),
+        ({"logit_bias": {3: 1.0}}, dataclasses.replace(TO_SAMPLE, has_token_lists=True)),
+        ({"allowed_token_ids": (3,)}, dataclasses.replace(TO_SAMPLE, has_masks=True)),
+        ({"bad_words_token_ids": ((3, 4),)}, dataclasses.replace(TO_SAMPLE, has_token_lists=True)),
     ],
 )
 def test_needs_are_what_the_requests_ask_for(params, expected):
@@ -67,13 +78,13 @@ def test_needs_are_what_the_requests_ask_for(params, expected):
     assert needs == expected
 
 
-def test_only_requests_that_sample_and_ask_are_chosen():
+def test_only_requests_that_sample_and_ask_go_to_the_sampler():
     needs, rows = built(
         part(samples=False, temperature=1, logprobs=3), part(2), part(4, temperature=1),
         part(1, logprobs=3), part(3, logit_bias={2: 1.0}, logprobs=1),
     )  # fmt: skip
-    assert needs == SamplingNeeds((2, 4), (3, 4), num_logprobs=20, is_edited=True)
-    assert rows.targets.tolist() == [4, 3, S, S]
+    assert needs == SamplingNeeds((2, 4), (3, 4), num_logprobs=20, has_token_lists=True)
+    assert rows.kept_in_row.tolist() == [4, 3, S, S]
 
 
 def test_rows_field_by_field():
@@ -82,7 +93,7 @@ def test_rows_field_by_field():
         part(2, known=(1, 2), num_prompt=2, seed=2**40 + 3, repetition_penalty=1.5,
              frequency_penalty=-1, presence_penalty=0.5),
     )  # fmt: skip
-    assert rows.targets.tolist() == [5, 2, S, S]
+    assert rows.kept_in_row.tolist() == [5, 2, S, S]
     assert rows.positions.tolist() == [4, 2, 0, 0]
     assert rows.seeds.tolist() == [[2**32 - 1, 2**32 - 1], [3, 256], [0, 0], [0, 0]]
     assert rows.temperature.tolist() == pytest.approx([0.01, 0, 0, 0])
@@ -156,7 +167,12 @@ def test_bad_words_block_their_last_token(known, num_prompt, unknown, expected):
         part(0, temperature=1),
         part(5, known=known, num_prompt=num_prompt, unknown=unknown, bad_words_token_ids=WORDS),
     )
-    fields = (rows.blocked.rows, rows.blocked.ids, rows.blocked.sources, rows.blocked.after)
+    fields = (
+        rows.blocked.rows,
+        rows.blocked.ids,
+        rows.blocked.previous_row,
+        rows.blocked.previous_token,
+    )
     found = [e for e in zip(*(f.tolist() for f in fields), strict=True) if e[0] < 4]
     assert {e[1:] for e in found} == expected
     assert {e[0] for e in found} == {1}
@@ -166,7 +182,7 @@ def test_seen_tokens_grow_with_the_request_and_are_forgotten_with_the_row():
     builder = SamplingBatchBuilder(num_rows=S, vocab_size=V)
     _, rows = built(part(3, known=(7, 7, 8), num_prompt=2, presence_penalty=1), builder=builder)
     assert entries(rows.seen, 4) == [(0, 7, 0), (0, 8, 1)]
-    assert rows.seen.pending.tolist() == [-1] * 4
+    assert rows.seen.pending_row.tolist() == [-1] * 4
 
     grown = [7, 7, 8, *range(100), 8]
     later = part(3, known=grown, num_prompt=2, unknown=1, presence_penalty=1)
@@ -176,7 +192,7 @@ def test_seen_tokens_grow_with_the_request_and_are_forgotten_with_the_row():
     rows = builder.build(plan, builder.needs(plan), 4)
     counts = {token: grown[2:].count(token) for token in grown}
     assert entries(rows.seen, 4) == sorted((1, token, n) for token, n in counts.items())
-    assert rows.seen.pending.tolist() == [-1, 3, -1, -1]
+    assert rows.seen.pending_row.tolist() == [-1, 3, -1, -1]
 
     _, rows = built(part(3, known=(1,), num_prompt=1, presence_penalty=1), builder=builder)
     assert entries(rows.seen, 4) == [(0, 1, 0)]
@@ -204,3 +220,22 @@ def test_lists_have_few_sizes():
 def test_what_would_leave_float32_is_cut(name, params, value):
     _, rows = built(part(**{"temperature": 1, **params}))
     assert getattr(rows, name)[0] == np.float32(value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1e-6},
+        {"temperature": 0.001},
+        {"temperature": 1e308},
+        {"temperature": 0, "top_p": 0.5},
+        {"temperature": 0, "top_k": 3},
+        {"temperature": 0, "min_p": 0.5},
+        {"repetition_penalty": 1e308},
+    ],
+)
+def test_parameters_that_are_not_normalised_are_refused(params):
+    """The front normalises; an engine that did it again would hide a front that does not."""
+    wrong = msgspec.structs.replace(part(0), params=SamplingParams(seed=0, **params))
+    with pytest.raises(AssertionError, match=r"greedy|normalised"):
+        SamplingBatchBuilder(num_rows=S, vocab_size=V).admit(wrong)

@@ -11,8 +11,8 @@ import pytest
 
 from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
-from jaxserve.runner.in_flight import StepInFlight
-from jaxserve.runner.programs import CompilationLog
+from jaxserve.runner.jit import CompilationLog
+from jaxserve.runner.pending import PendingStep
 from jaxserve.runner.token_sampler import TokenSampler
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.tolerance import rounding
@@ -47,6 +47,7 @@ class Fixed:
 
 
 def part(row: int, params: SamplingParams, tokens: list[int], constraint=None) -> ScheduledRequest:
+    params = params.normalised()
     return ScheduledRequest(
         request_id=str(row), row=row, is_new=True, start=len(tokens) - 1, num_tokens=1,
         token_ids=[], block_offset=0, new_block_ids=[], samples=True, params=params,
@@ -61,19 +62,22 @@ def run(sampler: TokenSampler, logits: np.ndarray, parts: list[ScheduledRequest]
     needs = sampler.needs(plan)
     best = jnp.asarray(logits.argmax(-1), jnp.int32)
     last_tokens = jnp.full(sampler.num_rows, -1, jnp.int32)
-    # As the step leaves it: the tokens that the sampler does not choose are there.
+    # As the step leaves it: the tokens that do not come from the sampler are there.
     for i, each in enumerate(parts):
-        if i not in needs.chosen:
+        if i not in needs.to_sample:
             last_tokens = last_tokens.at[each.row].set(best[i])
-    last_tokens, sampled = sampler.start(plan, needs, jnp.asarray(logits))(last_tokens)
-    result = StepInFlight(plan, best, needs, sampled, scores=None, pooled=None).result()
+    work = sampler.gather(plan, needs, jnp.asarray(logits))
+    last_tokens, sampled = sampler.finish(work, last_tokens)
+    step = PendingStep(plan, best, work, lambda _: sampled, scores=None, pooled=None)
+    step.sample()
+    result = step.result()
     kept = np.asarray(last_tokens)
     assert [kept[each.row] for each in parts] == list(result.token_ids)
     assert (np.delete(kept, [each.row for each in parts]) == -1).all()
     return result
 
 
-def edited(logits: np.ndarray, part: ScheduledRequest) -> np.ndarray:
+def processed(logits: np.ndarray, part: ScheduledRequest) -> np.ndarray:
     """Masks, bad words, biases and penalties, token by token."""
     params, changed = part.params, logits.astype(np.float64)
     tokens = list(part.known_token_ids)
@@ -117,7 +121,7 @@ def filtered(changed: np.ndarray, params: SamplingParams) -> np.ndarray:
 def expected_numbers(mode: str, logits: np.ndarray, part: ScheduledRequest) -> np.ndarray:
     values = logits.astype(np.float64)
     if mode.startswith("processed"):
-        values = filtered(edited(logits, part), part.params)
+        values = filtered(processed(logits, part), part.params)
     if mode.endswith("logprobs"):
         values = values - np.log(np.exp(values - values.max()).sum()) - values.max()
     return values
@@ -166,7 +170,7 @@ def test_everything_together_against_numpy(sampler, seed, count):
     result = run(sampler, logits, parts)
     for i, each in enumerate(parts):
         token, params = result.token_ids[i], each.params
-        choices = filtered(edited(logits[i], each), params)
+        choices = filtered(processed(logits[i], each), params)
         assert choices[token] > -np.inf
         if params.is_greedy:
             assert token == choices.argmax()
@@ -247,7 +251,7 @@ def test_after_warm_up_only_what_is_rare_is_compiled(mode, caplog):
     large = part(0, SamplingParams(seed=0, top_k=100), [1])
     run(sampler, rng.normal(size=(2, V)).astype(np.float32), [large])
     (record,) = caplog.records
-    assert "choosing tokens: 4 rows, random, filters, large_top_k" in record.getMessage()
+    assert "sampling tokens: 4 rows, filters, large top_k" in record.getMessage()
     bias = dict.fromkeys(range(V), 1.0)
     lists = [part(i, SamplingParams(temperature=0, seed=0, logit_bias=bias), [1]) for i in range(3)]
     run(sampler, rng.normal(size=(6, V)).astype(np.float32), lists)

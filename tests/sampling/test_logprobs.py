@@ -15,7 +15,7 @@ def test_values_ranks_and_order_against_a_sort():
     rng = np.random.default_rng(0)
     logits = np.round(rng.normal(size=(6, 500)) * 3, 1).astype(np.float32)
     tokens = rng.integers(0, 500, 6).astype(np.int32)
-    found = jax.tree.map(np.asarray, compute_logprobs(jnp.asarray(logits), tokens, 5))
+    found = jax.tree.map(np.asarray, compute_logprobs(jnp.asarray(logits), jnp.asarray(tokens), 5))
     expected = reference(logits)
     for row, token in enumerate(tokens.tolist()):
         order = np.argsort(-logits[row], kind="stable")[:3].tolist()

@@ -1,22 +1,20 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.sampling.rows import BiasedTokens, BlockedTokens, SamplingFeatures
-from jaxserve.sampling.sampler import choose, edit, processed
+from jaxserve.sampling.inputs import BiasedTokens, BlockedTokens, Filters
+from jaxserve.sampling.sampler import filtered_logits, process_logits, sample
 from jaxserve.testing.tolerance import rounding
 
 V = 1000
-FILTERED = SamplingFeatures(random=True, filters=True)
+FILTERED = Filters.SMALL_TOP_K
 
 
-@functools.partial(jax.jit, static_argnames="features")
-def jitted(logits, last_tokens, rows, *, features):
+@jax.jit
+def jitted(logits, last_tokens, rows):
     """The tokens of both functions together."""
-    return choose(edit(logits, last_tokens, rows, features=features), rows, features=features)[0]
+    return sample(process_logits(logits, last_tokens, rows), rows)[0]
 
 
 def logits_of(num_rows: int, seed: int = 0) -> np.ndarray:
@@ -29,8 +27,8 @@ def blocked_tokens(*entries: tuple[int, int, int, int]) -> BlockedTokens:
 
 def test_greedy_rows_in_a_mixed_batch_take_the_most_likely_token(make_rows):
     logits = logits_of(6)
-    rows = make_rows(6, V, temperature=[0, 1, 0, 1, 0, 0], top_p=0.9, top_k=50)
-    tokens = jitted(logits, jnp.zeros(8, jnp.int32), rows, features=FILTERED)
+    rows = make_rows(6, V, temperature=[0, 1, 0, 1, 0, 0], top_p=0.9, top_k=50, filters=FILTERED)
+    tokens = jitted(logits, jnp.zeros(8, jnp.int32), rows)
     greedy = [0, 2, 4, 5]
     np.testing.assert_array_equal(np.asarray(tokens)[greedy], logits.argmax(-1)[greedy])
 
@@ -40,7 +38,7 @@ def test_greedy_rows_take_the_most_likely_of_what_is_not_blocked(make_rows):
     best = logits.argmax(-1)
     blocked = blocked_tokens((0, best[0], -1, 0), (2, 0, -1, 0))
     rows = make_rows(2, V, temperature=0, blocked=blocked)
-    tokens = jitted(logits, jnp.zeros(2, jnp.int32), rows, features=SamplingFeatures(blocked=True))
+    tokens = jitted(logits, jnp.zeros(2, jnp.int32), rows)
     logits[0, best[0]] = -np.inf
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
@@ -51,8 +49,8 @@ def test_some_tokens_are_blocked_only_after_another(make_rows):
     last_tokens = jnp.array([0, 7, 0, 8], jnp.int32)
     # Row 0 comes after the token 7 and row 1 after 8, as their entries want it; row 2 does not.
     blocked = blocked_tokens((0, best[0], 1, 7), (1, best[1], 3, 8), (2, best[2], 3, 7))
-    rows = make_rows(3, V, temperature=0, targets=4, blocked=blocked)
-    tokens = jitted(logits, last_tokens, rows, features=SamplingFeatures(blocked=True))
+    rows = make_rows(3, V, temperature=0, kept_in_row=4, blocked=blocked)
+    tokens = jitted(logits, last_tokens, rows)
     logits[[0, 1], best[:2]] = -np.inf
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
@@ -79,9 +77,8 @@ def test_masks_blocked_tokens_and_biases_in_this_order(make_rows):
         ),
         "temperature": 0,
     }
-    features = SamplingFeatures(masked=True, biased=True, blocked=True)
     rows = make_rows(3, 70, **fields)
-    tokens = jitted(logits, jnp.zeros(3, jnp.int32), rows, features=features)
+    tokens = jitted(logits, jnp.zeros(3, jnp.int32), rows)
     assert tokens.tolist() == [32, 69, 69]
 
 
@@ -112,11 +109,11 @@ def test_what_is_drawn_follows_the_softmax_after_masks_and_biases(make_rows, fil
     )
     rows = make_rows(
         draws, vocab_size, temperature=0.8, top_k=15 if filtered else vocab_size,
+        filters=FILTERED if filtered else Filters.NONE,
         biased=biased, mask=jnp.repeat(mask_of(allowed, vocab_size=vocab_size), draws, 0),
     )  # fmt: skip
-    features = SamplingFeatures(random=True, filters=filtered, masked=True, biased=True)
     many = np.repeat(logits[None], draws, 0)
-    tokens = jitted(many, jnp.zeros(draws, jnp.int32), rows, features=features)
+    tokens = jitted(many, jnp.zeros(draws, jnp.int32), rows)
 
     changed = logits.astype(np.float64)
     changed[ids] += values
@@ -130,18 +127,16 @@ def test_what_is_drawn_follows_the_softmax_after_masks_and_biases(make_rows, fil
     assert not frequencies_fit(counts, unbiased / unbiased.sum()), "the test sees a missing bias"
 
 
-@pytest.mark.parametrize(
-    "features", [SamplingFeatures(random=True), SamplingFeatures(random=True, filters=True)]
-)
-def test_a_row_does_not_depend_on_its_neighbours_place_or_batch_size(make_rows, features):
+@pytest.mark.parametrize("filters", [Filters.NONE, Filters.SMALL_TOP_K])
+def test_a_row_does_not_depend_on_its_neighbours_place_or_batch_size(make_rows, filters):
     logits = logits_of(16)
     seeds = np.random.default_rng(1).integers(0, 2**32, (16, 2), np.uint32)
     fields = {"positions": np.arange(16) + 5, "seeds": seeds, "top_p": np.linspace(0.3, 1, 16)}
     last_tokens = jnp.zeros(16, jnp.int32)
-    together = jitted(logits, last_tokens, make_rows(16, V, **fields), features=features)
+    together = jitted(logits, last_tokens, make_rows(16, V, filters=filters, **fields))
     shuffled = np.random.default_rng(2).permutation(16)[:5]
     part = {name: value[shuffled] for name, value in fields.items()}
-    apart = jitted(logits[shuffled], last_tokens, make_rows(5, V, **part), features=features)
+    apart = jitted(logits[shuffled], last_tokens, make_rows(5, V, filters=filters, **part))
     np.testing.assert_array_equal(apart, np.asarray(together)[shuffled])
 
 
@@ -149,14 +144,12 @@ def test_filters_apply_in_order_min_p_top_k_top_p(make_rows):
     # top_k leaves 0.4 0.3 0.2, top_p 0.7 of what is left (0.63) leaves the first two.
     logits = np.log(np.array([[0.4, 0.3, 0.2, 0.05, 0.05]], np.float32))
     many = np.repeat(logits, 500, 0)
-    rows = make_rows(500, 5, top_k=3, top_p=0.7)
-    features = SamplingFeatures(random=True, filters=True)
-    tokens = jitted(many, jnp.zeros(500, jnp.int32), rows, features=features)
+    rows = make_rows(500, 5, top_k=3, top_p=0.7, filters=FILTERED)
+    tokens = jitted(many, jnp.zeros(500, jnp.int32), rows)
     assert set(np.asarray(tokens).tolist()) == {0, 1}
     # Without top_k, 0.7 of everything needs the first two as well, 0.71 the third.
-    tokens = jitted(
-        many, jnp.zeros(500, jnp.int32), make_rows(500, 5, top_p=0.71), features=features
-    )
+    rows = make_rows(500, 5, top_p=0.71, filters=FILTERED)
+    tokens = jitted(many, jnp.zeros(500, jnp.int32), rows)
     assert set(np.asarray(tokens).tolist()) == {0, 1, 2}
 
 
@@ -169,13 +162,13 @@ def test_processed_logits_are_those_that_are_drawn_from(make_rows):
     top_k, top_p = np.where(temperature > 0, [top_k, top_p], [[300], [1.0]])
     rows = make_rows(
         60, 300, temperature=temperature, top_k=top_k, top_p=top_p,
-        min_p=np.where(temperature > 0, min_p, 0),
+        min_p=np.where(temperature > 0, min_p, 0), filters=FILTERED,
     )  # fmt: skip
 
     @jax.jit
     def run(logits):
-        tokens, changed = choose(logits, rows, features=FILTERED)
-        return tokens, processed(changed, tokens, rows, features=FILTERED)
+        tokens, changed = sample(logits, rows)
+        return tokens, filtered_logits(changed, tokens, rows)
 
     tokens, found = map(np.asarray, run(logits))
     for i, scale in enumerate(temperature):

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.sampling import transforms
-from jaxserve.sampling.rows import BlockedTokens, SamplingFeatures, SeenTokens
+from jaxserve.sampling import stages
+from jaxserve.sampling.inputs import BlockedTokens, Filters, SeenTokens
 from jaxserve.testing.tolerance import rounding
 
 V = 300
@@ -22,11 +22,11 @@ def ints(*values: int) -> jnp.ndarray:
 
 def test_blocked_tokens_are_removed_and_padding_is_harmless(logits, make_rows):
     blocked = BlockedTokens(
-        rows=ints(0, 0, 3, 4, 4), ids=ints(5, 6, 299, 0, 1), sources=ints(*[-1] * 5),
-        after=ints(*[0] * 5),
+        rows=ints(0, 0, 3, 4, 4), ids=ints(5, 6, 299, 0, 1), previous_row=ints(*[-1] * 5),
+        previous_token=ints(*[0] * 5),
     )  # fmt: skip
     rows = make_rows(4, V, blocked=blocked)
-    changed = transforms.block_tokens(jnp.asarray(logits), rows, SamplingFeatures(blocked=True))
+    changed = stages.block_tokens(jnp.asarray(logits), rows)
     expected = logits.copy()
     expected[[0, 0, 3], [5, 6, 299]] = -np.inf
     np.testing.assert_array_equal(changed, expected)
@@ -51,12 +51,12 @@ def test_penalties_count_prompt_output_and_the_pending_token(logits, make_rows, 
         rows=ints(*[1] * len(known), 4, 4, 4),
         ids=ints(*known, 0, 7, 8),
         counts=ints(*[output.count(token) for token in known], 0, 0, 0),
-        pending=ints(-1, -1 if pending is None else 6, -1, -1),
+        pending_row=ints(-1, -1 if pending is None else 6, -1, -1),
     )
     last_tokens = ints(7, 7, 8, 200, 1, 1, pending or 0, 8)
     rows = make_rows(4, V, seen=seen, repetition=1.3, frequency=0.5, presence=0.25)
     rows = dataclasses.replace(rows, seen=rows.seen.with_pending(last_tokens))
-    changed = transforms.penalise(jnp.asarray(logits), rows, SamplingFeatures(penalties=True))
+    changed = stages.penalise(jnp.asarray(logits), rows)
     expected = logits.astype(np.float64)
     output = output if pending is None else [*output, pending]
     expected[1] = reference_penalties(logits[1], prompt, output, 1.3, 0.5, 0.25)
@@ -67,18 +67,16 @@ def test_penalties_count_prompt_output_and_the_pending_token(logits, make_rows, 
 
 def test_temperature_divides_and_leaves_greedy_rows(logits, make_rows):
     rows = make_rows(4, V, temperature=[0, 0.5, 1, 2])
-    changed = transforms.scale_by_temperature(
-        jnp.asarray(logits), rows, SamplingFeatures(random=True)
+    changed = stages.scale_by_temperature(jnp.asarray(logits), rows)
+    np.testing.assert_allclose(
+        changed, logits / np.array([[1], [0.5], [1], [2]]), rtol=rounding("float32", 2)
     )
-    expected = logits / np.array([[1], [0.5], [1], [2]])
-    np.testing.assert_allclose(changed, expected, rtol=rounding("float32", 2))
 
 
 def test_min_p_is_relative_to_the_most_likely_token(logits, make_rows):
     min_p = np.array([0, 0.1, 0.5, 1])
-    rows = make_rows(4, V, min_p=min_p)
-    features = SamplingFeatures(random=True, filters=True)
-    changed = np.asarray(transforms.keep_min_p(jnp.asarray(logits), rows, features))
+    rows = make_rows(4, V, min_p=min_p, filters=Filters.SMALL_TOP_K)
+    changed = np.asarray(stages.keep_min_p(jnp.asarray(logits), rows))
     ratio = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
     np.testing.assert_array_equal(np.isfinite(changed), ratio >= min_p[:, None])
 
@@ -86,9 +84,9 @@ def test_min_p_is_relative_to_the_most_likely_token(logits, make_rows):
 @pytest.mark.parametrize("large", [False, True])
 def test_top_k_keeps_the_k_largest_and_their_ties(logits, make_rows, large):
     top_k = [1, 5, 290 if large else 64, V]
-    rows = make_rows(4, V, top_k=top_k)
-    features = SamplingFeatures(random=True, filters=True, large_top_k=large)
-    changed = np.asarray(transforms.keep_top_k(jnp.asarray(logits), rows, features))
+    filters = Filters.LARGE_TOP_K if large else Filters.SMALL_TOP_K
+    rows = make_rows(4, V, top_k=top_k, filters=filters)
+    changed = np.asarray(stages.keep_top_k(jnp.asarray(logits), rows))
     for row, k in enumerate(top_k):
         least = np.sort(logits[row])[::-1][k - 1]
         np.testing.assert_array_equal(
@@ -97,10 +95,9 @@ def test_top_k_keeps_the_k_largest_and_their_ties(logits, make_rows, large):
 
 
 @pytest.mark.parametrize(
-    "transform", [transforms.block_tokens, transforms.penalise, transforms.keep_min_p,
-                  transforms.keep_top_k]
+    "stage", [stages.block_tokens, stages.penalise, stages.keep_min_p, stages.keep_top_k]
 )  # fmt: skip
-def test_a_stage_that_nobody_needs_does_nothing(logits, make_rows, transform):
+def test_a_stage_that_nobody_needs_does_nothing(logits, make_rows, stage):
     given = jnp.asarray(logits)
     rows = make_rows(4, V, min_p=0.5, top_k=3)
-    assert transform(given, rows, SamplingFeatures(random=True)) is given
+    assert stage(given, rows) is given

@@ -1,0 +1,156 @@
+"""The parameters of each row of logits, as the sampler's functions receive them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import Enum
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, UInt32
+
+from jaxserve.arrays import Leaf
+
+SMALL_TOP_K = 64
+"""Up to this size, top-k searches the best groups of the vocabulary; beyond it, it bisects."""
+
+
+class Filters(Enum):
+    """The filters that at least one row needs. Static: each value is a program of its own.
+
+    Attributes:
+      NONE: no row is filtered.
+      SMALL_TOP_K: apply min_p, top_p, and top_k up to `SMALL_TOP_K`.
+      LARGE_TOP_K: the same, and a row keeps more than `SMALL_TOP_K` tokens but not all.
+    """
+
+    NONE = "no filters"
+    SMALL_TOP_K = "filters"
+    LARGE_TOP_K = "filters, large top_k"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockedTokens:
+    """Tokens that must not be sampled in this step, as (row, token) pairs. N is padded.
+
+    Some are blocked only after a certain token, which the host may not have seen yet.
+
+    Attributes:
+      rows: i32[N], index into the rows of logits, in [0, R); padding R.
+      ids: i32[N], in [0, V).
+      previous_row: i32[N], the engine row in [0, S) whose last token decides; -1 if the token is
+        blocked unconditionally.
+      previous_token: i32[N], in [0, V), the value of that last token for which ``ids`` is blocked;
+        0 where ``previous_row`` is -1.
+    """
+
+    rows: Int32[Leaf, " n"]
+    ids: Int32[Leaf, " n"]
+    previous_row: Int32[Leaf, " n"]
+    previous_token: Int32[Leaf, " n"]
+
+    def resolved(self, last_tokens: Int32[Array, " engine_rows"], num_rows: int) -> BlockedTokens:
+        """Returns the entries whose condition holds, unconditional; the others become padding."""
+        holds = last_tokens[self.previous_row] == self.previous_token
+        is_blocked = (self.previous_row < 0) | holds
+        return dataclasses.replace(
+            self,
+            rows=jnp.where(is_blocked, self.rows, num_rows),
+            previous_row=jnp.full_like(self.previous_row, -1),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BiasedTokens:
+    """Values to add to the logits of single tokens. N is padded.
+
+    Attributes:
+      rows: i32[N], index into the rows of logits, in [0, R); padding R.
+      ids: i32[N], in [0, V), unique within a row.
+      values: f32[N], finite.
+    """
+
+    rows: Int32[Leaf, " n"]
+    ids: Int32[Leaf, " n"]
+    values: Float32[Leaf, " n"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SeenTokens:
+    """The distinct tokens of the rows with penalties, one entry per row and token. N is padded.
+
+    Attributes:
+      rows: i32[N], index into the rows of logits, in [0, R); padding R.
+      ids: i32[N], in [0, V), unique within a row.
+      counts: i32[N], how often the token was generated; 0 if only the prompt contains it.
+      pending_row: i32[R], the engine row in [0, S) whose last token is one more generated token of
+        this row that the host has not seen and not counted; -1 if there is none.
+    """
+
+    rows: Int32[Leaf, " n"]
+    ids: Int32[Leaf, " n"]
+    counts: Int32[Leaf, " n"]
+    pending_row: Int32[Leaf, " rows"]
+
+    def with_pending(self, last_tokens: Int32[Array, " engine_rows"]) -> SeenTokens:
+        """Returns the entries with the pending tokens counted, followed by R more entries."""
+        num_rows = len(self.pending_row)
+        pending = jnp.where(self.pending_row >= 0, last_tokens[self.pending_row], -1)
+        matches = self.ids == pending.at[self.rows].get(mode="fill", fill_value=-1)
+        is_listed = jnp.zeros(num_rows, jnp.int32).at[self.rows].max(matches, mode="drop") > 0
+        is_extra = (pending >= 0) & ~is_listed
+        return SeenTokens(
+            rows=jnp.concatenate([self.rows, jnp.where(is_extra, jnp.arange(num_rows), num_rows)]),
+            ids=jnp.concatenate([self.ids, jnp.maximum(pending, 0)]),
+            counts=jnp.concatenate([self.counts + matches, jnp.ones(num_rows, jnp.int32)]),
+            pending_row=jnp.full(num_rows, -1),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingInputs:
+    """One entry per row of logits. R is padded.
+
+    A stage whose input is None, or that ``filters`` leaves out, does not run.
+
+    Attributes:
+      kept_in_row: i32[R], the engine row in [0, S) that keeps the sampled token as its last one.
+        S, which drops the token, for padding and for rows that do not sample.
+      positions: i32[R], position of the sampled token in its request.
+      seeds: u32[R, 2], low and high half of the seed.
+      temperature: f32[R], >= 0; 0 takes the most likely token.
+      top_k: i32[R], in [1, V]; V is off.
+      top_p: f32[R], in (0, 1]; 1 is off.
+      min_p: f32[R], in [0, 1]; 0 is off.
+      repetition: f32[R], > 0; 1 is off.
+      frequency: f32[R]; 0 is off.
+      presence: f32[R]; 0 is off.
+      mask: u32[R, ceil(V / 32)] or None. Bit b of word w tells whether token 32 w + b may be
+        sampled. Each row allows at least one token.
+      biased: the biases of `SamplingParams.logit_bias`, or None.
+      blocked: the tokens that `SamplingParams.bad_words_token_ids` and ``min_tokens`` hold back, or
+        None.
+      seen: the tokens that penalties count, or None.
+      filters: static.
+    """
+
+    kept_in_row: Int32[Leaf, " rows"]
+    positions: Int32[Leaf, " rows"]
+    seeds: UInt32[Leaf, "rows 2"]
+    temperature: Float32[Leaf, " rows"]
+    top_k: Int32[Leaf, " rows"]
+    top_p: Float32[Leaf, " rows"]
+    min_p: Float32[Leaf, " rows"]
+    repetition: Float32[Leaf, " rows"]
+    frequency: Float32[Leaf, " rows"]
+    presence: Float32[Leaf, " rows"]
+    mask: UInt32[Leaf, "rows words"] | None = None
+    biased: BiasedTokens | None = None
+    blocked: BlockedTokens | None = None
+    seen: SeenTokens | None = None
+    filters: Filters = field(metadata={"static": True}, default=Filters.NONE)

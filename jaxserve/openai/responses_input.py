@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.openai.decoding import json_type
+from jaxserve.openai.content import content_text, string_field
 from jaxserve.openai.prompts import MAX_MESSAGES
 from jaxserve.openai.protocol import ChatRequest, GenerationRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
@@ -14,7 +15,15 @@ from jaxserve.openai.responses_protocol import ResponsesRequest
 WITH_LOGPROBS = "message.output_text.logprobs"
 """In ``include``: put log probabilities in the answer."""
 
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_PARTS: Mapping[str, str] = {
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "reasoning_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+}
+"""The types of parts in an item, with the field that holds the text of each."""
 
 _STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 
@@ -80,7 +89,7 @@ def _response_format(request: ResponsesRequest) -> Any:
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     given = request.input
     if not given:
-        raise InvalidRequestError("input must be a text or a list of items", param="input")
+        raise InvalidRequestError("input must be a string or a list of items", param="input")
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if len(given) > MAX_MESSAGES:
@@ -125,12 +134,12 @@ class _Chat:
             case "function_call":
                 self._add_call(item, path)
             case "function_call_output":
-                call_id = _text_field(item, "call_id", path)
-                output = _text(item.get("output"), f"{path}.output")
+                call_id = string_field(item, "call_id", path)
+                output = content_text(item.get("output"), f"{path}.output", _PARTS)
                 self.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             case "reasoning":
                 content = item.get("content") or item.get("summary") or []
-                self._reasoning = _text(content, f"{path}.content")
+                self._reasoning = content_text(content, f"{path}.content", _PARTS)
             case "item_reference":
                 raise InvalidRequestError(
                     f"{path}: this server stores no items to refer to; send the item", param=path
@@ -143,19 +152,20 @@ class _Chat:
                 )
 
     def _add_message(self, item: dict[str, Any], path: str) -> None:
-        role = _text_field(item, "role", path)
-        message = {"role": role, "content": _text(item.get("content"), f"{path}.content")}
+        role = string_field(item, "role", path)
+        content = content_text(item.get("content"), f"{path}.content", _PARTS)
+        message = {"role": role, "content": content}
         if role == "assistant" and self._reasoning:
             message["reasoning_content"], self._reasoning = self._reasoning, ""
         self.messages.append(message)
 
     def _add_call(self, item: dict[str, Any], path: str) -> None:
         call = {
-            "id": _text_field(item, "call_id", path),
+            "id": string_field(item, "call_id", path),
             "type": "function",
             "function": {
-                "name": _text_field(item, "name", path),
-                "arguments": _text_field(item, "arguments", path),
+                "name": string_field(item, "name", path),
+                "arguments": string_field(item, "arguments", path),
             },
         }
         last: dict[str, Any] = self.messages[-1] if self.messages else {}
@@ -165,40 +175,6 @@ class _Chat:
                 last["reasoning_content"], self._reasoning = self._reasoning, ""
             self.messages.append(last)
         last.setdefault("tool_calls", []).append(call)
-
-
-def _text_field(item: dict[str, Any], name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequestError(
-            f"{path}.{name} must be a text, got {json_type(value)}", param=f"{path}.{name}"
-        )
-    return value
-
-
-def _text(content: Any, path: str) -> str:
-    """The text of an item; parts are joined with line breaks."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(
-            f"{path} must be a text or a list of parts, got {json_type(content)}", param=path
-        )
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "refusal":
-            texts.append(_text_field(part, "refusal", f"{path}[{i}]"))
-        elif kind in _TEXT_PARTS:
-            texts.append(_text_field(part, "text", f"{path}[{i}]"))
-        else:
-            raise InvalidRequestError(
-                f"{path}[{i}]: parts must be text, as in type 'input_text', got {kind!r:.50}",
-                param=f"{path}[{i}]",
-            )
-    return "\n".join(texts)
 
 
 def in_own_words(error: InvalidRequestError, request: ResponsesRequest) -> InvalidRequestError:

@@ -106,7 +106,7 @@ CASES: list[tuple[Any, dict[str, Any], str, str]] = [
     ),
     (RESPONSE, {"reasoning": {"effort": "x"}}, "reasoning.effort", "expected one of .*'low'"),
     (RESPONSE, {"input": [5]}, "input[0]", "items must have type .*, got 5"),
-    (RESPONSE, {"input": [{"role": 5}]}, "input[0].role", "must be a text, got int"),
+    (RESPONSE, {"input": [{"role": 5}]}, "input[0].role", "must be a string, got int"),
     (RESPONSE, {"input": LONG}, "input", "the prompt has 10000.. characters"),
     (RESPONSE, {"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", r"tools\[0\]\.name must be"),
     (RESPONSE, {"tools": [TOOL], "tool_choice": 5}, "tool_choice", "'function', 'name': .*, got 5"),

@@ -34,9 +34,9 @@ class AdmissionLimit:
 
 
 class Permit:
-    """Counts completions as in flight until `release` is called or the permit is collected.
+    """Counts completions as in flight until `release`, or until it is garbage-collected.
 
-    The collection matters for accepted requests that never start: the ``finally`` block of a
+    Collection matters for accepted requests that never start: the ``finally`` block of a
     generator that was never iterated does not run.
     """
 

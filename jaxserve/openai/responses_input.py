@@ -1,4 +1,4 @@
-"""A request to /v1/responses as the chat that it asks for."""
+"""Converts a request to /v1/responses into a chat request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxserve.openai.protocol import ChatRequest, GenerationRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
 
 WITH_LOGPROBS = "message.output_text.logprobs"
-"""In ``include``: put log probabilities in the answer."""
+"""The value in ``include`` that adds log probabilities to the output."""
 
 _PARTS: Mapping[str, str] = {
     "input_text": "text",
@@ -29,10 +29,10 @@ _STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
-    """The chat that a request asks for.
+    """Returns the chat request that does the same.
 
     Raises:
-      InvalidRequestError: it is not one, or it needs what an earlier request left behind.
+      InvalidRequestError: the input is invalid, or the request needs stored state.
     """
     for field in _STATEFUL:
         if getattr(request, field):
@@ -62,7 +62,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 
 
 def function_tools(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """The tools that can be called here. Others are for the service that has them."""
+    """Returns the function tools. Others, such as web_search, need a service of their own."""
     return [tool for tool in request.tools or () if tool.get("type", "function") == "function"]
 
 
@@ -105,7 +105,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 def _with_instructions(
     messages: list[dict[str, Any]], instructions: str | None
 ) -> list[dict[str, Any]]:
-    """One system message with all that comes before the talk: templates want one."""
+    """Joins the instructions and leading system messages: templates expect one system message."""
     texts = [instructions] if instructions else []
     num_system = 0
     for message in messages:
@@ -120,7 +120,7 @@ def _with_instructions(
 
 
 class _Chat:
-    """Gathers items into messages: a turn of the assistant is several items, but one message."""
+    """Converts items to messages. Several items of the assistant in a row become one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -177,8 +177,10 @@ class _Chat:
         last.setdefault("tool_calls", []).append(call)
 
 
-def in_own_words(error: InvalidRequestError, request: ResponsesRequest) -> InvalidRequestError:
-    """The error of the chat that ``request`` asks for, with the names that its own fields have."""
+def with_response_fields(
+    error: InvalidRequestError, request: ResponsesRequest
+) -> InvalidRequestError:
+    """Returns an error of the chat request with the field names of ``request``."""
     message, param = error.message, error.param
     names = {}
     if request.max_output_tokens is not None:

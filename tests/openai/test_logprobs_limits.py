@@ -87,7 +87,7 @@ async def test_minus_one_is_the_whole_vocabulary() -> None:
     assert {len(entry) for entry in others} == {VOCAB}
     choice = await ask(server, logprobs=True, top_logprobs=-1)
     assert {len(e["top_logprobs"]) for e in choice["logprobs"]["content"]} == {VOCAB}
-    # Prompt and completion share the larger count in the engine; each shows its own.
+    # An echoed prompt is scored with the larger of both counts; each field shows its own.
     await complete(server, logprobs=2, prompt_logprobs=-1, echo=True)
     assert server.engine.submitted[-1].params.prompt_logprobs == VOCAB  # type: ignore[attr-defined]
     asked = [submit.params.logprobs for submit in server.engine.submitted]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the documents name is there."""
+"""Flags and files that the documents name exist."""
 
 import re
 from pathlib import Path

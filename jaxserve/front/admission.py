@@ -1,4 +1,4 @@
-"""The admission of a server, one for each answer in flight."""
+"""The admission limit: how many completions may be in flight, and the permits that count them."""
 
 from __future__ import annotations
 
@@ -8,46 +8,47 @@ from jaxserve.errors import QueueFullError
 
 
 class AdmissionLimit:
-    """Counts the answers in flight, and turns away those for which there is no place.
+    """Counts the completions in flight and refuses those beyond a limit.
 
-    Args:
-      limit: how many there are.
+    Attributes:
+      limit: the most completions in flight.
+      num_in_flight: completions that hold a permit now.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.num_taken = 0
+        self.num_in_flight = 0
 
-    def take(self, num_answers: int) -> Permit:
-        """Takes so many admission at once, all or none.
+    def admit(self, num_completions: int) -> Permit:
+        """Returns a permit for all completions of a request.
 
         Raises:
-          QueueFullError: there are not so many left.
+          QueueFullError: the completions in flight and these exceed the limit.
         """
-        if self.num_taken + num_answers > self.limit:
+        if self.num_in_flight + num_completions > self.limit:
             raise QueueFullError(
-                f"{self.num_taken} requests are in flight and the server takes at most "
+                f"{self.num_in_flight} completions are in flight and the server takes at most "
                 f"{self.limit}; try again later"
             )
-        return Permit(self, num_answers)
+        return Permit(self, num_completions)
 
 
 class Permit:
-    """Some of the admission, until `release`, or until nothing refers to this object any more.
+    """Counts completions as in flight until `release`, or until it is garbage-collected.
 
-    The latter is for work that is accepted and then never begins: a generator that was not asked
-    for an item runs no ``finally``.
+    Collection matters for accepted requests that never start: the ``finally`` block of a
+    generator that was never iterated does not run.
     """
 
-    def __init__(self, admission: AdmissionLimit, number: int) -> None:
-        admission.num_taken += number
-        self._return = weakref.finalize(self, _return, admission, number)
-        self._return.atexit = False
+    def __init__(self, admission: AdmissionLimit, num_completions: int) -> None:
+        admission.num_in_flight += num_completions
+        self._release = weakref.finalize(self, _release, admission, num_completions)
+        self._release.atexit = False
 
     def release(self) -> None:
-        """Makes room for others. May be called again."""
-        self._return()
+        """Stops counting the completions. Further calls have no effect."""
+        self._release()
 
 
-def _return(admission: AdmissionLimit, number: int) -> None:
-    admission.num_taken -= number
+def _release(admission: AdmissionLimit, num_completions: int) -> None:
+    admission.num_in_flight -= num_completions

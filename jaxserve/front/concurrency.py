@@ -13,9 +13,9 @@ R = TypeVar("R")
 
 
 def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yields the items of all streams as they come.
+    """Yields the items of all streams as they arrive.
 
-    The first error is raised. That, and closing the generator, closes every stream.
+    Raises the first error of a stream. An error, and closing the generator, closes every stream.
     """
     return streams[0] if len(streams) == 1 else _merged(streams)
 
@@ -54,10 +54,11 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
 async def bounded_as_completed(
     items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, R]], *, limit: int
 ) -> AsyncGenerator[R, None]:
-    """Yields the results of ``work`` as they come, with up to ``limit`` items in flight.
+    """Yields the results of ``work`` as they complete, with up to ``limit`` items in flight.
 
-    An item is taken when there is a place for it, so ``items`` may be without end. The first error
-    is raised. That, and closing the generator, cancels what is in flight and waits until it ended.
+    An item is read only when its work can start, so ``items`` may be infinite. Raises the first
+    error of ``work``. An error, and closing the generator, cancels all work in flight and waits
+    until it has ended.
     """
     rest = iter(items)
     running: set[asyncio.Task[R]] = set()

@@ -1,4 +1,4 @@
-"""What a checkpoint says about sampling from it: defaults, and the tokens that end an answer."""
+"""The sampling defaults of a checkpoint, and the tokens that end a completion."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Values for what a request leaves unset, and the model's end tokens.
+    """Default values for unset fields of a request, and the end tokens of the model.
 
     Attributes:
-      sampling: fields of `SamplingParams` by name, from the keys of ``SAMPLING_KEYS``.
-      max_tokens: length of an answer for which none was asked, or None for the rest of the context.
-      eos_token_ids: every token that ends an answer, the tokenizer's own included or not.
+      sampling: values of `SamplingParams` fields, under some of the ``SAMPLING_KEYS``.
+      max_tokens: default length of a completion; None: the rest of the context.
+      eos_token_ids: the tokens that end a completion. The tokenizer's end token may be missing.
     """
 
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -35,14 +35,20 @@ class GenerationDefaults:
         use_sampling: bool = True,
         overrides: Mapping[str, Any] | None = None,
     ) -> GenerationDefaults:
-        """Reads the contents of generation_config.json and config.json.
+        """Returns the defaults in the contents of generation_config.json and config.json.
 
-        A null is as good as a missing key, and ``do_sample`` is not looked at. The end tokens count
-        also without ``use_sampling``, and are taken from ``config`` where ``generation_config``
-        has none. ``overrides`` are put over ``generation_config``, whether that is used or not.
+        Null means the same as a missing key; ``do_sample`` is ignored.
+
+        Args:
+          generation_config: the contents of generation_config.json.
+          config: the contents of config.json; its end tokens count if ``generation_config`` has
+            none.
+          use_sampling: use the sampling values of ``generation_config``. Its end tokens count in
+            any case.
+          overrides: replace values of ``generation_config``, also without ``use_sampling``.
 
         Raises:
-          ConfigError: a value is of the wrong type or out of its range.
+          ConfigError: a value has the wrong type or is out of range.
         """
         overrides = overrides or {}
         eos = _first_set(
@@ -58,20 +64,22 @@ class GenerationDefaults:
             SamplingParams(**sampling, max_tokens=max_tokens)
         except (InvalidRequestError, TypeError) as error:
             raise ConfigError(
-                f"generation_config.json: {error}; --generation-config none leaves its sampling "
-                "defaults out, --override-generation-config changes them"
+                f"generation_config.json: {error}; --generation-config none ignores its sampling "
+                "defaults, --override-generation-config changes them"
             ) from error
         return cls(sampling, max_tokens, eos_ids)
 
     def describe(self) -> tuple[str, str]:
-        """For people: what counts when a request does not say, and where it comes from."""
+        """Returns the defaults as text for the start-up log, and a sentence about their source."""
         shown: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, **self.sampling}
         if self.max_tokens is not None:
             shown["max_tokens"] = self.max_tokens
         values = ", ".join(f"{name} {value:g}" for name, value in shown.items())
-        is_ours = not self.sampling and self.max_tokens is None
+        is_from_api = not self.sampling and self.max_tokens is None
         source = (
-            "the API's own defaults" if is_ours else "the model's own, as in generation_config.json"
+            "the API's own defaults"
+            if is_from_api
+            else "the model's own, as in generation_config.json"
         )
         return values, f"{source}; requests can set their own"
 

@@ -1,6 +1,6 @@
-"""What is counted about requests where they come in: sums and histograms, nothing about their form.
+"""Counters and histograms of requests. `server.metrics` renders them.
 
-Observing costs well under a microsecond, so that it can be done for every token.
+An observation takes well under a microsecond, so every token can be observed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEP_BUCKETS = (1, *(8 * 2**i for i in range(12)))
 
 
 class Histogram:
-    """Counts of values up to each of ascending ``bounds``, in seconds or tokens."""
+    """Counts values in buckets. ``bounds`` are their upper ends, ascending, in any unit."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -40,16 +40,24 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Adds a value, ``times`` over."""
+        """Counts a value, ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
 
 class RequestRecord(msgspec.Struct):
-    """The course of one request to an engine. Times are `time.monotonic()` seconds; 0: not yet.
+    """The times and counts of one completion. Times are seconds of `time.monotonic()`; 0: not yet.
 
-    ``scheduled_s`` is when the engine first ran it, ``max_tokens`` is the length that was allowed;
-    0 where nothing is generated but the vector of a prompt, which comes like a first token.
+    Attributes:
+      arrival_s: the front received the request.
+      num_prompt_tokens: length of the prompt.
+      max_tokens: the most tokens that may be generated; 0 for embeddings.
+      n: completions for each prompt of the request.
+      scheduled_s: the first step of the engine that ran the completion.
+      first_token_s: the first token arrived; for embeddings, the vector.
+      last_token_s: the latest token arrived.
+      num_cached_tokens: tokens of the prompt that were in the prefix cache.
+      num_generated: tokens that have arrived.
     """
 
     arrival_s: float
@@ -64,7 +72,7 @@ class RequestRecord(msgspec.Struct):
 
 
 def token_buckets(max_model_len: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50... up to the longest context."""
+    """Returns the bounds 1, 2, 5, 10, 20, 50... up to ``max_model_len``."""
     bounds: list[int] = []
     scale = 1
     while scale <= max_model_len:
@@ -75,9 +83,13 @@ def token_buckets(max_model_len: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RequestHistogram:
-    """A histogram with one value a finished request. ``bounds`` None: token counts.
+    """A histogram with one value for each finished completion.
 
-    ``value`` gets the record and the time at which the request ended; None is not counted.
+    Attributes:
+      help: its description in /metrics.
+      bounds: upper ends of its buckets; None: those of `token_buckets`.
+      value: returns the value, given the record and the time of the end; None is not counted.
+      needs_token: count only completions of which a token has arrived.
     """
 
     help: str
@@ -109,36 +121,39 @@ REQUEST_HISTOGRAMS: Mapping[str, RequestHistogram] = MappingProxyType(
             lambda r, _: (r.last_token_s - r.first_token_s) / max(r.num_generated - 1, 1),
         ),
         "e2e_request_latency_seconds": RequestHistogram(
-            "From arrival to the end.", LATENCY_BUCKETS, lambda r, end_s: end_s - r.arrival_s, False
+            "Time from arrival to the end.",
+            LATENCY_BUCKETS,
+            lambda r, end_s: end_s - r.arrival_s,
+            False,
         ),
         "request_queue_time_seconds": RequestHistogram(
-            "From arrival to the first step.",
+            "Time from arrival to the first step.",
             LATENCY_BUCKETS,
             lambda r, _: r.scheduled_s - r.arrival_s,
         ),
         "request_inference_time_seconds": RequestHistogram(
-            "From the first step to the last token.",
+            "Time from the first step to the last token.",
             LATENCY_BUCKETS,
             lambda r, _: r.last_token_s - r.scheduled_s,
         ),
         "request_prefill_time_seconds": RequestHistogram(
-            "From the first step to the first token.",
+            "Time from the first step to the first token.",
             LATENCY_BUCKETS,
             lambda r, _: r.first_token_s - r.scheduled_s,
         ),
         "request_decode_time_seconds": RequestHistogram(
-            "From the first token to the last.",
+            "Time from the first token to the last.",
             LATENCY_BUCKETS,
             lambda r, _: r.last_token_s - r.first_token_s,
         ),
     }
 )
-"""Every histogram over finished requests, by its name without prefix."""
+"""Every histogram of finished completions, by its name without the prefix."""
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Everything counted so far. One per front end; only the event loop's thread writes it."""
+    """All counts of one front process. Only the thread of the event loop writes them."""
 
     max_model_len: int
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))
@@ -160,7 +175,7 @@ class RequestMetrics:
         }
 
     def step_done(self, event: StepOutputs) -> None:
-        """An engine has something to say; what is only a heartbeat is not counted."""
+        """Counts a step of an engine. Heartbeats, which repeat the last step, are ignored."""
         steps = event.stats.total_steps
         if self._steps_seen.get(event.engine) != steps and event.stats.num_step_tokens:
             self._steps_seen[event.engine] = steps
@@ -168,7 +183,7 @@ class RequestMetrics:
             histogram.observe(event.stats.num_step_tokens)
 
     def tokens_arrived(self, record: RequestRecord, count: int, now: float) -> None:
-        """``count`` more tokens of a request are here; 0 for the vector of its prompt."""
+        """Counts ``count`` tokens of a completion that arrived together; 0 for an embedding."""
         if record.first_token_s == 0.0:
             record.first_token_s = now
             self.time_to_first_token.observe(now - record.arrival_s)
@@ -178,7 +193,7 @@ class RequestMetrics:
         else:
             more = count
         if more > 0:
-            # Tokens that come together share the time since the last ones.
+            # Tokens that arrive together share the time since the tokens before them.
             since = record.last_token_s or now
             self.inter_token_latency.observe((now - since) / more, more)
         record.last_token_s = now
@@ -186,7 +201,7 @@ class RequestMetrics:
         self.generation_tokens += count
 
     def request_ended(self, record: RequestRecord, reason: str, now: float) -> None:
-        """A request is over: ``reason`` is a finish reason, "abort" or "error"."""
+        """Counts a completion that has ended. ``reason``: a finish reason, "abort" or "error"."""
         self.finished[reason] += 1
         has_token = record.first_token_s > 0
         for name, kind in REQUEST_HISTOGRAMS.items():

@@ -1,4 +1,4 @@
-"""Token ids to the events of a parser, with stop strings that are looked for in content alone."""
+"""Turns token IDs into the events of a parser, and searches the content for stop strings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 class ParsedStep(DetokenizerStep, frozen=True, gc=False):
-    """What one push adds; ``text_delta`` is the content among the events.
+    """The result of one push.
 
-    ``num_reasoning_tokens`` of the tokens are of a think block.
+    Attributes:
+      text_delta: the text of the content events.
+      stop_hit: as in `DetokenizerStep`.
+      num_tokens_used: as in `DetokenizerStep`.
+      events: the events that the tokens completed.
+      num_reasoning_tokens: how many of the tokens lie in a think block.
     """
 
     events: list[Event] = []
@@ -21,15 +26,19 @@ class ParsedStep(DetokenizerStep, frozen=True, gc=False):
 
 
 class ParsedText:
-    """The events of one answer as its tokens arrive, as `Detokenizer` makes text of them.
+    """Turns the tokens of one completion into events, as `Detokenizer` turns them into text.
 
-    Events joined do not depend on how the tokens are divided into pushes. Reasoning and calls are
-    not searched for stop strings. Text that a parser holds back, because it may be a call, is
-    searched when it has turned out to be content.
+    The joined events do not depend on how the tokens are divided into pushes. Reasoning and tool
+    calls are not searched for stop strings. Text that the parser holds back because it may be a
+    tool call is searched once it turns out to be content.
 
     Args:
-      parser: of this answer.
-      others: see `Detokenizer`.
+      tokenizer: the tokenizer of the model.
+      parser: the parser of this completion.
+      skip_special_tokens: leave special tokens out of the text.
+      stop: stop strings.
+      include_stop: keep the stop string in the content.
+      min_tokens: how many of the first tokens are not searched for stop strings.
     """
 
     def __init__(
@@ -50,7 +59,7 @@ class ParsedText:
         self._unsearched = min_tokens
 
     def push(self, token_ids: Sequence[int], *, finished: bool) -> ParsedStep:
-        """Adds tokens. ``finished`` says that they are the last, so that nothing is held back."""
+        """Adds tokens and returns their events. After the last (``finished``) no text is held."""
         out: list[Event] = []
         num_reasoning = 0
         for used, token_id in enumerate(token_ids, 1):
@@ -71,7 +80,7 @@ class ParsedText:
         return _step(out, None, len(token_ids), num_reasoning)
 
     def _take(self, events: Iterable[Event], out: list[Event]) -> str | None:
-        """Passes events on, up to a stop string, which it returns."""
+        """Appends events to ``out`` up to a stop string; returns the stop string, or None."""
         for event in events:
             if not isinstance(event, ContentDelta):
                 self._flush(out)
@@ -96,7 +105,7 @@ class ParsedText:
 
 
 def _append(out: list[Event], event: Event) -> None:
-    """Adds an event, joined with the last one if they are of a kind."""
+    """Appends an event to ``out``, or joins it with the last one if both are of one type."""
     last = out[-1] if out else None
     if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
         out[-1] = ContentDelta(last.text + event.text)

@@ -49,7 +49,7 @@ class TextEngine:
     @property
     def num_in_flight(self) -> int:
         """Completions that were accepted and have not ended."""
-        return self.admission.num_taken
+        return self.admission.num_in_flight
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
@@ -105,7 +105,7 @@ class TextEngine:
                 param=request.prompt_field,
             )
         tasks = resolve(request, self.model, arrival_s=time.monotonic())
-        return self._run(tasks, request.request_id, self.admission.take(request.num_completions))
+        return self._run(tasks, request.request_id, self.admission.admit(request.num_completions))
 
     def abort(self, request_id: str | None) -> int:
         """Aborts the completions of every request with this ID, or all with None.

@@ -12,11 +12,12 @@ from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
+from jaxserve.openai.chat_message import MessageBuilder, MessageForm
+from jaxserve.openai.content import content_text
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import chat_logprobs, prompt_logprobs
-from jaxserve.openai.messages import MessageBuilder, MessageForm
 from jaxserve.openai.params import chat_params, check_fields, length_field
-from jaxserve.openai.prompts import content_text, encode_prompts, render_prompt
+from jaxserve.openai.prompts import encode_prompts, render_prompt
 from jaxserve.openai.protocol import (
     ChatChoice,
     ChatChunk,

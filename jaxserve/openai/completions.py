@@ -142,7 +142,7 @@ class _Pieces:
             self._started.add(delta.index)
             self._begin(choice, delta)
         if self._scores and delta.logprobs is not None:
-            scores = self._scores[delta.index].answer(delta.logprobs)
+            scores = self._scores[delta.index].generated(delta.logprobs)
             if choice.logprobs is None:
                 choice.logprobs = scores
             else:

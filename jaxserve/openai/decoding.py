@@ -1,4 +1,4 @@
-"""From the bytes of a body to a struct, or one error that says where and what is wrong."""
+"""Decodes the body of a request, or raises an error that names the field at fault."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _HALF_CHARACTER = re.compile(
 
 
 def decode(body: bytes, body_type: type[T]) -> T:
-    """The struct that a JSON body describes.
+    """Returns the struct of a JSON body.
 
     Raises:
-      InvalidRequestError: the body is not JSON in UTF-8, is nested too deeply, or a field has the
-        wrong type; ``param`` is the path of that field, as in ``messages[0].role``.
+      InvalidRequestError: the body is not JSON in UTF-8 or nested too deeply, or a field has the
+        wrong type. ``param`` is the path of that field, as in ``messages[0].role``.
     """
     try:
         return msgspec.json.decode(body, type=body_type)
@@ -35,7 +35,7 @@ def decode(body: bytes, body_type: type[T]) -> T:
         if not body.strip():
             reason = "it is empty"
         elif "surrogate" in reason or ("truncated" in reason and _HALF_CHARACTER.search(body)):
-            reason = "a text has half of a surrogate pair, such as \\ud83d alone"
+            reason = "a string has half of a surrogate pair, such as \\ud83d alone"
         elif "truncated" in reason:
             reason = "it ends too early"
         raise InvalidRequestError(f"the body is not valid JSON: {reason}") from error
@@ -46,29 +46,33 @@ def decode(body: bytes, body_type: type[T]) -> T:
 def wrong_type(
     error: msgspec.ValidationError, form: Any, *, under: str = ""
 ) -> InvalidRequestError:
-    """What to tell the client; ``form`` is the type that the value did not have, and ``under`` the
-    field in which it was found.
+    """Returns the error for a value of the wrong type.
+
+    Args:
+      error: the error of msgspec, whose path starts at the value that was decoded.
+      form: the type that the value should have.
+      under: the field that holds the value; "" for the body itself.
     """
     message = str(error)
     match = _PATH.search(message)
     path = match["path"] if match else ""
-    # The message may quote the value, which is as long as the client likes.
+    # The message may quote the value, which can be of any length.
     reason = (message[: match.start()] if match else message)[:MAX_ERROR_CHARS]
     if missing := _MISSING.match(reason):
         path, reason = f"{path}.{missing[1]}".removeprefix("."), "it is missing"
     elif reason.startswith("Invalid enum value"):
         reason += f"; expected one of {', '.join(map(repr, _choices(form, path)))}"
-    whose = "keys of it: " if match and match["key"] else ""
+    which = "its keys: " if match and match["key"] else ""
     if path.endswith("[...]"):
-        path, whose = path.removesuffix("[...]"), whose or "values of it: "
+        path, which = path.removesuffix("[...]"), which or "its values: "
     if under:
         path = under + ("" if not path or path.startswith("[") else ".") + path
     reason = reason.replace("`", "").replace(" | null", "")
-    return InvalidRequestError(f"{path or 'body'}: {whose}{reason}", param=path or None)
+    return InvalidRequestError(f"{path or 'body'}: {which}{reason}", param=path or None)
 
 
 def _choices(form: Any, path: str) -> list[str]:
-    """The values that the field at ``path`` of a struct, or of a list of them, can have."""
+    """Returns the allowed values of the field at ``path`` in a struct or a list of structs."""
     kinds = [msgspec.inspect.type_info(form)]
     for name in re.findall(r"[^.\[\]]+|\[", path):
         parts = [part for kind in kinds for part in getattr(kind, "types", (kind,))]
@@ -84,6 +88,6 @@ def _choices(form: Any, path: str) -> list[str]:
 
 
 def json_type(value: Any) -> str:
-    """What JSON calls a value, as far as it has a name for it."""
+    """Returns the name of a value's type in an error message: as in JSON where it has one."""
     names = {type(None): "null", str: "str", list: "array", dict: "object"}
     return names.get(type(value)) or type(value).__name__

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API words them: one body for all, with a status for each kind."""
+"""Errors in the form of the OpenAI API: one body for all, and a status for each class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """``type`` is one of a few words, ``param`` the field at fault, ``code`` a status or a word."""
+    """``param`` is the field at fault; ``code`` is the HTTP status unless the error has a name."""
 
     message: str
     type: str
@@ -31,14 +31,14 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every reply that is not a success, and of an event that breaks off a stream."""
+    """The body of every error reply, and of the event that ends a stream with an error."""
 
     error: ErrorInfo
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error as HTTP has it."""
+    """The HTTP status and the body of an error."""
 
     status: int
     body: ErrorBody
@@ -51,7 +51,7 @@ class _Kind:
     code: str | None = None
 
 
-# The first class that fits is taken, so subclasses come before their bases.
+# The first match is used, so subclasses come before their bases.
 _KINDS: tuple[tuple[type[JaxserveError], _Kind], ...] = (
     (ContextLengthError, _Kind(400, "BadRequestError", "context_length_exceeded")),
     (InvalidRequestError, _Kind(400, "BadRequestError")),
@@ -63,7 +63,7 @@ _KINDS: tuple[tuple[type[JaxserveError], _Kind], ...] = (
 
 
 def error_reply(error: Exception) -> ErrorReply:
-    """What to answer. Of an error that is not one of ours the client learns nothing."""
+    """Returns the reply for an error. Unexpected errors reveal nothing to the client."""
     for error_type, kind in _KINDS:
         if isinstance(error, error_type):
             param = "model" if isinstance(error, UnknownModelError) else None
@@ -80,6 +80,6 @@ def error_reply(error: Exception) -> ErrorReply:
 def make_error(
     status: int, message: str, *, type: str, param: str | None = None, code: str | None = None
 ) -> ErrorReply:
-    """An error reply; ``code`` None stands for the status. The message is cut to a sane length."""
+    """Returns an error reply; ``code`` None: the status. Long messages are cut."""
     message = _ADDRESS.sub("", message[:MAX_MESSAGE_CHARS])
     return ErrorReply(status, ErrorBody(ErrorInfo(message, type, param, code or status)))

@@ -12,8 +12,8 @@ from msgspec import UNSET
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ServedModel
+from jaxserve.openai.chat_message import PLAIN, MessageForm
 from jaxserve.openai.logprobs import TokenName, token_names
-from jaxserve.openai.messages import PLAIN, MessageForm
 from jaxserve.openai.protocol import (
     CompletionTokensDetails,
     GenerationRequest,

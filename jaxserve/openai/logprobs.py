@@ -1,4 +1,4 @@
-"""Log probabilities in the forms that the API has for them."""
+"""Log probabilities in the forms of the API."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from jaxserve.openai.protocol import (
 from jaxserve.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON has not; the opposite stands for infinity."""
+"""Replaces minus infinity, which JSON lacks; its negative replaces plus infinity."""
 
 TokenName = Callable[[int], str]
-"""What log probabilities call a token."""
+"""Returns the name of a token in log probabilities, given its ID."""
 
 
 def token_string(token_bytes: bytes) -> str:
-    r"""A token as text; bytes that are no character on their own are shown as ``\xf0``."""
+    r"""Returns a token as a string; bytes of incomplete characters become ``\xf0``."""
     return token_bytes.decode("utf-8", "backslashreplace")
 
 
 def token_names(tokenizer: Tokenizer, *, as_ids: bool) -> TokenName:
-    """Names tokens by their text, or as ``token_id:5``."""
+    """Returns a function that names tokens by their text, or as ``token_id:5``."""
     if as_ids:
         return lambda token_id: f"token_id:{token_id}"
     return lambda token_id: token_string(tokenizer.token_bytes(token_id))
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON has. What is no number counts as minus infinity."""
+    """Returns a number that JSON can hold. NaN counts as minus infinity."""
     if logprob == math.inf:
         return -LOWEST
     return logprob if logprob > LOWEST else LOWEST
 
 
 class CompletionScores:
-    """Makes the ``logprobs`` of one answer to /v1/completions, piece by piece.
+    """Builds the ``logprobs`` of one completion of /v1/completions, piece by piece.
 
-    ``top_logprobs`` always holds the token itself, with the same number as ``token_logprobs``, so
-    it has one entry more than was asked for when the token is not among the likeliest.
+    ``top_logprobs`` always holds the token itself, with the same number as ``token_logprobs``. It
+    therefore has ``k + 1`` entries when the token is not among the ``k`` most likely ones.
 
     Args:
-      name: of a token.
-      k: how many of the likeliest tokens to show.
+      tokenizer: the tokenizer of the model.
+      name: names a token.
+      k: how many of the most likely tokens to show.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: TokenName, k: int) -> None:
@@ -62,9 +63,9 @@ class CompletionScores:
     def prompt(
         self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str
     ) -> CompletionLogprobs:
-        """The tokens of a prompt that is echoed as ``text``; the first has no numbers.
+        """Returns the entries of a prompt that is echoed as ``text``; the first has no numbers.
 
-        Tokens that are put before the text have the offset 0.
+        Tokens that the tokenizer adds before the text have the offset 0.
         """
         lengths = [len(token_string(self._tokenizer.token_bytes(i))) for i in ids]
         self._offset = len(text) - sum(lengths)
@@ -73,8 +74,8 @@ class CompletionScores:
             self._add(result, token_id, entry)
         return result
 
-    def answer(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """The next generated tokens."""
+    def generated(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        """Returns the entries of the next generated tokens."""
         result = CompletionLogprobs([], [], [], [])
         for entry in entries:
             self._add(result, entry.token_ids[0], entry)
@@ -91,12 +92,12 @@ class CompletionScores:
         values = [finite(logprob) for logprob in entry.logprobs[: self._k + 1]]
         names = [self._name(i) for i in entry.token_ids[: self._k + 1]]
         result.token_logprobs.append(values[0])
-        # Different tokens may look the same: the sampled one counts, then the likelier one.
+        # Tokens may share a name: the sampled token wins, then the more likely one.
         result.top_logprobs.append(dict(zip(reversed(names), reversed(values), strict=True)))
 
 
 def extend(scores: CompletionLogprobs, more: CompletionLogprobs) -> None:
-    """Adds entries at the end."""
+    """Appends the entries of ``more`` to ``scores``."""
     scores.text_offset += more.text_offset
     scores.token_logprobs += more.token_logprobs
     scores.tokens += more.tokens
@@ -106,7 +107,7 @@ def extend(scores: CompletionLogprobs, more: CompletionLogprobs) -> None:
 def chat_logprobs(
     tokenizer: Tokenizer, name: TokenName, entries: Sequence[TokenLogprobs]
 ) -> ChatLogprobs:
-    """The form of /v1/chat/completions."""
+    """Returns log probabilities in the form of /v1/chat/completions."""
     return ChatLogprobs([_chat_entry(tokenizer, name, entry) for entry in entries])
 
 
@@ -122,7 +123,7 @@ def _chat_entry(tokenizer: Tokenizer, name: TokenName, entry: TokenLogprobs) -> 
 def prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], k: int
 ) -> PromptLogprobs:
-    """The form of the ``prompt_logprobs`` field: by token id, the token itself first."""
+    """Returns the ``prompt_logprobs`` field: entries by token ID, the token itself first."""
     return [None if entry is None else _by_id(tokenizer, entry, k) for entry in entries]
 
 

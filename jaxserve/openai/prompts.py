@@ -11,6 +11,7 @@ import msgspec
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import INLINE_CHARS, TextEngine
+from jaxserve.openai.content import content_text
 from jaxserve.openai.decoding import json_type, wrong_type
 from jaxserve.openai.params import asked_tokens
 from jaxserve.openai.protocol import GenerationRequest
@@ -233,33 +234,6 @@ def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[st
             clean["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
         messages.append(clean)
     return messages
-
-
-def content_text(content: Any, path: str) -> str:
-    """Returns the text of a message: its parts joined with line breaks; "" for None."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(
-            f"{path} must be a string or a list of parts, got {json_type(content)}", param=path
-        )
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            shown = f"{kind[:50]!r}" if isinstance(kind, str) else "no type"
-            raise InvalidRequestError(
-                f"{path}[{i}]: parts must have type 'text', got {shown}", param=f"{path}[{i}]"
-            )
-        if not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                f"{path}[{i}].text must be a string, got {json_type(part.get('text'))}",
-                param=f"{path}[{i}].text",
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""The JSON bodies of the OpenAI API as structs: the requests that we read, the replies we write.
+"""The JSON bodies of the OpenAI API as structs: requests, replies and the chunks of streams.
 
 Unknown fields of a request are ignored, null is the same as absent, and no value is converted from
-one type to another. Fields typed `Any` are judged elsewhere: in `prompts` (prompt, messages) and in
-`params` (features that are refused unless they are switched off).
+one type to another. Fields of type `Any` are checked in the modules that read them: `prompts`,
+`tools`, `structured_output`, and `params`, which refuses features that are not supported.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """``continuous_usage_stats`` needs ``include_usage`` and puts the usage on every chunk."""
+    """``continuous_usage_stats`` puts the usage on every chunk; it needs ``include_usage``."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """What both ways of generating text have in common."""
+    """The fields that all endpoints for generating text share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -106,7 +106,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """Body of POST /tokenize: a text, or messages."""
+    """Body of POST /tokenize: a string, or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -127,21 +127,21 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, gc=False):
-    """How much of the prompt was not computed again."""
+    """Counts the tokens of the prompts that came from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, gc=False):
-    """How much of the answers was thinking."""
+    """Counts the tokens of the completions that lie in think blocks."""
 
     reasoning_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Each prompt is counted once, every answer in full.
+    """The tokens of a request: each prompt counts once, each completion in full.
 
-    Details of the answers are there if they are parsed.
+    ``completion_tokens_details`` is set if the completions are parsed.
     """
 
     prompt_tokens: int
@@ -152,7 +152,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One entry a token in each list. Offsets are in characters, from the start of the text.
+    """Each list has one entry for each token. Offsets count characters from the start of the text.
 
     The first token of an echoed prompt has no log probabilities.
     """
@@ -164,7 +164,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct, gc=False):
-    """A token that is in the prompt, or might have been."""
+    """A token of the prompt, or one of the most likely tokens in its place."""
 
     logprob: float
     rank: int
@@ -172,11 +172,11 @@ class PromptLogprob(msgspec.Struct, gc=False):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""One entry a token, by id; the first is null."""
+"""One entry for each token of the prompt, keyed by token ID; the first is null."""
 
 
 class CompletionChoice(msgspec.Struct, gc=False):
-    """One answer, or in a stream the next piece of it. The last fields are there if asked for."""
+    """One completion, or its next piece in a stream. Unset fields were not requested."""
 
     index: int
     text: str
@@ -201,7 +201,7 @@ class Completion(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
 
 class TopLogprob(msgspec.Struct, gc=False):
-    """A token that might have been, its log probability and its bytes."""
+    """One of the most likely tokens, its log probability and its bytes."""
 
     token: str
     logprob: float
@@ -209,7 +209,7 @@ class TopLogprob(msgspec.Struct, gc=False):
 
 
 class ChatTokenLogprob(msgspec.Struct, gc=False):
-    """The token that was sampled, and the most likely ones."""
+    """The sampled token, and the most likely tokens in its place."""
 
     token: str
     logprob: float
@@ -218,20 +218,20 @@ class ChatTokenLogprob(msgspec.Struct, gc=False):
 
 
 class ChatLogprobs(msgspec.Struct, gc=False):
-    """One entry a token."""
+    """One entry for each token."""
 
     content: list[ChatTokenLogprob]
 
 
 class FunctionCall(msgspec.Struct, gc=False):
-    """Which function to call; ``arguments`` is JSON, as the model wrote it."""
+    """The function to call; ``arguments`` is JSON as the model wrote it."""
 
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, gc=False):
-    """A call that the model asks for."""
+    """A tool call of the model."""
 
     id: str
     function: FunctionCall
@@ -239,7 +239,7 @@ class ToolCall(msgspec.Struct, gc=False):
 
 
 class ChatMessage(msgspec.Struct):
-    """A whole answer. What it does not have, but for content, is left out."""
+    """The whole message of a completion. Unset fields are left out of the JSON."""
 
     content: str | None
     role: str = "assistant"
@@ -250,7 +250,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One answer; ``token_ids`` if asked for."""
+    """One completion; ``token_ids`` is set if the request asked for it."""
 
     index: int
     message: ChatMessage
@@ -261,7 +261,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """Reply of POST /v1/chat/completions. The last fields are there if asked for."""
+    """Reply of POST /v1/chat/completions. The last two fields are set if requested."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -275,14 +275,14 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True, gc=False):
-    """More of a call: its name at first, then pieces of its arguments."""
+    """A piece of a tool call: its name first, then pieces of its arguments."""
 
     name: str | None = None
-    arguments: str = msgspec.field(default_factory=str)  # there also if it is empty
+    arguments: str = msgspec.field(default_factory=str)  # present even if empty
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True, gc=False):
-    """More of the call number ``index``; id and type come with the first piece alone."""
+    """A piece of the tool call number ``index``; only the first piece has ID and type."""
 
     index: int
     id: str | None = None
@@ -291,7 +291,7 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True, gc=False):
-    """The next piece of an answer; what is unset is left out."""
+    """The next piece of a message; unset fields are left out of the JSON."""
 
     role: str | None = None
     content: str | None = None
@@ -301,7 +301,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class ChatChunkChoice(msgspec.Struct, gc=False):
-    """The next piece of one answer; ``token_ids`` if asked for."""
+    """The next piece of one completion; ``token_ids`` is set if the request asked for it."""
 
     index: int
     delta: ChatDelta

@@ -1,4 +1,4 @@
-"""The pieces of a message as the items and events of /v1/responses."""
+"""Turns the pieces of a chat message into the items and events of /v1/responses."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from jaxserve.openai.responses_protocol import (
 
 
 class ItemWriter:
-    """Writes the items of one response, and the events that tell of them.
+    """Builds the items of one response, and the events that announce them.
 
-    One item is open at a time, the last one. Events are numbered from 0.
+    Only the last item can be open. Events are numbered from 0.
 
     Attributes:
-      items: what has been written so far.
+      items: the items so far.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class ItemWriter:
         self._texts: list[str] = []
         self._logprobs: list[TextLogprob] = []
 
-    def about(self, kind: str, response: Response) -> ResponseEvent:
-        """An event that shows the response as it is."""
+    def response_event(self, kind: str, response: Response) -> ResponseEvent:
+        """Returns an event that carries the response; ``kind`` is its type, as in "created"."""
         return ResponseEvent(
             type=f"response.{kind}", sequence_number=self._next(), response=response
         )
 
     def add(self, piece: ChatDelta, logprobs: ChatLogprobs | None) -> list[Event]:
-        """The events of a piece. ``logprobs`` are of its content."""
+        """Adds a piece of the message and returns its events. ``logprobs``: of its content."""
         if piece.content is not None:
             events = self._open(MessageItem)
             return [*events, self._more_text(piece.content, logprobs)]
@@ -66,12 +66,12 @@ class ItemWriter:
         return events
 
     def end(self, status: str) -> list[Event]:
-        """Ends the last item, of which there is one in any case."""
+        """Ends the last item. A response without items gets an empty message."""
         events = [] if self.items else self._open(MessageItem)
         return [*events, *self.close(status)]
 
     def close(self, status: str = "completed") -> list[Event]:
-        """Ends the open item, if there is one."""
+        """Ends the open item, if any, and returns its last events."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -92,7 +92,7 @@ class ItemWriter:
         return [*events, self._item("done")]
 
     def _open(self, kind: type[MessageItem] | type[ReasoningItem]) -> list[Event]:
-        """Makes an item of this kind the open one."""
+        """Opens an item of this kind unless one is open, and returns the events."""
         if self._is_open and isinstance(self.items[-1], kind):
             return []
         events = self.close()
@@ -124,30 +124,30 @@ class ItemWriter:
             self._logprobs += event.logprobs
         return event
 
-    def _item(self, what: str) -> ItemEvent:
+    def _item(self, stage: str) -> ItemEvent:
         return ItemEvent(
-            type=f"response.output_item.{what}",
+            type=f"response.output_item.{stage}",
             sequence_number=self._next(),
             output_index=len(self.items) - 1,
             item=copy.copy(self.items[-1]),
         )
 
-    def _part(self, what: str, part: OutputText | ReasoningText | None = None) -> PartEvent:
+    def _part(self, stage: str, part: OutputText | ReasoningText | None = None) -> PartEvent:
         item = self.items[-1]
         assert not isinstance(item, CallItem)
         return PartEvent(
-            type=f"response.content_part.{what}",
+            type=f"response.content_part.{stage}",
             sequence_number=self._next(),
             item_id=item.id,
             output_index=len(self.items) - 1,
             part=copy.copy(part or item.content[0]),
         )
 
-    def _text(self, what: str, *, delta: str | None = None, text: str | None = None) -> TextEvent:
+    def _text(self, stage: str, *, delta: str | None = None, text: str | None = None) -> TextEvent:
         item = self.items[-1]
         kind = "output_text" if isinstance(item, MessageItem) else "reasoning_text"
         return TextEvent(
-            type=f"response.{kind}.{what}",
+            type=f"response.{kind}.{stage}",
             sequence_number=self._next(),
             item_id=item.id,
             output_index=len(self.items) - 1,
@@ -157,14 +157,14 @@ class ItemWriter:
 
     def _arguments(
         self,
-        what: str,
+        stage: str,
         *,
         delta: str | None = None,
         name: str | None = None,
         arguments: str | None = None,
     ) -> ArgumentsEvent:
         return ArgumentsEvent(
-            type=f"response.function_call_arguments.{what}",
+            type=f"response.function_call_arguments.{stage}",
             sequence_number=self._next(),
             item_id=self.items[-1].id,
             output_index=len(self.items) - 1,

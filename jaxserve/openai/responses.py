@@ -19,7 +19,7 @@ from jaxserve.openai.job import Job
 from jaxserve.openai.logprobs import chat_logprobs
 from jaxserve.openai.protocol import ChatLogprobs
 from jaxserve.openai.response_items import ItemWriter
-from jaxserve.openai.responses_input import function_tools, in_own_words, to_chat
+from jaxserve.openai.responses_input import function_tools, to_chat, with_response_fields
 from jaxserve.openai.responses_protocol import (
     Event,
     InputDetails,
@@ -52,7 +52,7 @@ async def prepare(
     try:
         job = await chat.prepare(text_engine, to_chat(body), request_id=request_id)
     except InvalidRequestError as error:
-        raise in_own_words(error, body) from error
+        raise with_response_fields(error, body) from error
     response = Response(
         id=job.id.replace("chatcmpl-", "resp_", 1),
         created_at=job.created,
@@ -103,8 +103,8 @@ async def stream(prepared: ResponseJob) -> AsyncGenerator[Event, None]:
         # An error before the first token is an error of the whole request.
         first = await anext(deltas)
         try:
-            yield output.writer.about("created", output.response)
-            yield output.writer.about("in_progress", output.response)
+            yield output.writer.response_event("created", output.response)
+            yield output.writer.response_event("in_progress", output.response)
             for event in output.add(first):
                 yield event
             async for delta in deltas:
@@ -159,7 +159,7 @@ class _Output:
                 usage.num_prompt_tokens + usage.num_completion_tokens,
             ),
         )
-        last = self.writer.about("completed" if is_whole else "incomplete", self.response)
+        last = self.writer.response_event("completed" if is_whole else "incomplete", self.response)
         return [*events, last]
 
     def fail(self, error: Exception) -> Event:
@@ -173,4 +173,4 @@ class _Output:
             error={"code": "server_error", "message": reply.body.error.message},
             output=self.writer.items,
         )
-        return self.writer.about("failed", self.response)
+        return self.writer.response_event("failed", self.response)

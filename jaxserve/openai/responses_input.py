@@ -1,29 +1,38 @@
-"""A request to /v1/responses as the chat that it asks for."""
+"""Converts a request to /v1/responses into a chat request."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.openai.decoding import json_type
+from jaxserve.openai.content import content_text, string_field
 from jaxserve.openai.prompts import MAX_MESSAGES
 from jaxserve.openai.protocol import ChatRequest, GenerationRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
 
 WITH_LOGPROBS = "message.output_text.logprobs"
-"""In ``include``: put log probabilities in the answer."""
+"""The value in ``include`` that adds log probabilities to the output."""
 
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_PARTS: Mapping[str, str] = {
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "reasoning_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+}
+"""The types of parts in an item, with the field that holds the text of each."""
 
 _STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
-    """The chat that a request asks for.
+    """Returns the chat request that does the same.
 
     Raises:
-      InvalidRequestError: it is not one, or it needs what an earlier request left behind.
+      InvalidRequestError: the input is invalid, or the request needs stored state.
     """
     for field in _STATEFUL:
         if getattr(request, field):
@@ -53,7 +62,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 
 
 def function_tools(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """The tools that can be called here. Others are for the service that has them."""
+    """Returns the function tools. Others, such as web_search, need a service of their own."""
     return [tool for tool in request.tools or () if tool.get("type", "function") == "function"]
 
 
@@ -80,7 +89,7 @@ def _response_format(request: ResponsesRequest) -> Any:
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     given = request.input
     if not given:
-        raise InvalidRequestError("input must be a text or a list of items", param="input")
+        raise InvalidRequestError("input must be a string or a list of items", param="input")
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if len(given) > MAX_MESSAGES:
@@ -96,7 +105,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 def _with_instructions(
     messages: list[dict[str, Any]], instructions: str | None
 ) -> list[dict[str, Any]]:
-    """One system message with all that comes before the talk: templates want one."""
+    """Joins the instructions and leading system messages: templates expect one system message."""
     texts = [instructions] if instructions else []
     num_system = 0
     for message in messages:
@@ -111,7 +120,7 @@ def _with_instructions(
 
 
 class _Chat:
-    """Gathers items into messages: a turn of the assistant is several items, but one message."""
+    """Converts items to messages. Several items of the assistant in a row become one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -125,12 +134,12 @@ class _Chat:
             case "function_call":
                 self._add_call(item, path)
             case "function_call_output":
-                call_id = _text_field(item, "call_id", path)
-                output = _text(item.get("output"), f"{path}.output")
+                call_id = string_field(item, "call_id", path)
+                output = content_text(item.get("output"), f"{path}.output", _PARTS)
                 self.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             case "reasoning":
                 content = item.get("content") or item.get("summary") or []
-                self._reasoning = _text(content, f"{path}.content")
+                self._reasoning = content_text(content, f"{path}.content", _PARTS)
             case "item_reference":
                 raise InvalidRequestError(
                     f"{path}: this server stores no items to refer to; send the item", param=path
@@ -143,19 +152,20 @@ class _Chat:
                 )
 
     def _add_message(self, item: dict[str, Any], path: str) -> None:
-        role = _text_field(item, "role", path)
-        message = {"role": role, "content": _text(item.get("content"), f"{path}.content")}
+        role = string_field(item, "role", path)
+        content = content_text(item.get("content"), f"{path}.content", _PARTS)
+        message = {"role": role, "content": content}
         if role == "assistant" and self._reasoning:
             message["reasoning_content"], self._reasoning = self._reasoning, ""
         self.messages.append(message)
 
     def _add_call(self, item: dict[str, Any], path: str) -> None:
         call = {
-            "id": _text_field(item, "call_id", path),
+            "id": string_field(item, "call_id", path),
             "type": "function",
             "function": {
-                "name": _text_field(item, "name", path),
-                "arguments": _text_field(item, "arguments", path),
+                "name": string_field(item, "name", path),
+                "arguments": string_field(item, "arguments", path),
             },
         }
         last: dict[str, Any] = self.messages[-1] if self.messages else {}
@@ -167,42 +177,10 @@ class _Chat:
         last.setdefault("tool_calls", []).append(call)
 
 
-def _text_field(item: dict[str, Any], name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequestError(
-            f"{path}.{name} must be a text, got {json_type(value)}", param=f"{path}.{name}"
-        )
-    return value
-
-
-def _text(content: Any, path: str) -> str:
-    """The text of an item; parts are joined with line breaks."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(
-            f"{path} must be a text or a list of parts, got {json_type(content)}", param=path
-        )
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "refusal":
-            texts.append(_text_field(part, "refusal", f"{path}[{i}]"))
-        elif kind in _TEXT_PARTS:
-            texts.append(_text_field(part, "text", f"{path}[{i}]"))
-        else:
-            raise InvalidRequestError(
-                f"{path}[{i}]: parts must be text, as in type 'input_text', got {kind!r:.50}",
-                param=f"{path}[{i}]",
-            )
-    return "\n".join(texts)
-
-
-def in_own_words(error: InvalidRequestError, request: ResponsesRequest) -> InvalidRequestError:
-    """The error of the chat that ``request`` asks for, with the names that its own fields have."""
+def with_response_fields(
+    error: InvalidRequestError, request: ResponsesRequest
+) -> InvalidRequestError:
+    """Returns an error of the chat request with the field names of ``request``."""
     message, param = error.message, error.param
     names = {}
     if request.max_output_tokens is not None:

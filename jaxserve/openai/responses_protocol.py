@@ -1,4 +1,4 @@
-"""The JSON of /v1/responses as structs: the request, the items of an answer, and events."""
+"""The JSON of /v1/responses as structs: the request, the items of a response, and events."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxserve.openai.protocol import GenerationRequest, ReasoningEffort, TopLogp
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True):
-    """How much to think."""
+    """Options for the think block of the model."""
 
     effort: ReasoningEffort | None = None
     summary: str | None = None
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """The form of the text; ``format`` is judged in `responses_input`."""
+    """The form of the text; `structured_output` checks ``format``."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
@@ -48,7 +48,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, frozen=True):
 
 
 class TextLogprob(msgspec.Struct):
-    """The token that was sampled, and the most likely ones."""
+    """The sampled token, and the most likely tokens in its place."""
 
     token: str
     logprob: float
@@ -65,13 +65,13 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """What the model thought."""
+    """The text of a think block."""
 
     text: str = ""
 
 
 class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
-    """Text for the reader."""
+    """A message of the assistant."""
 
     id: str
     status: str = "in_progress"
@@ -89,7 +89,7 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A function that the model asks to be called."""
+    """A function call of the model."""
 
     id: str
     call_id: str
@@ -103,14 +103,14 @@ Part = OutputText | ReasoningText
 
 
 class InputDetails(msgspec.Struct, frozen=True):
-    """How much of the input was not computed again."""
+    """Counts the tokens of the input that came from the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
-    """How much of the output was thinking."""
+    """Counts the tokens of the output that lie in think blocks."""
 
     reasoning_tokens: int
 
@@ -126,7 +126,7 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """Reply of POST /v1/responses. Nothing is stored, so nothing can be referred to later."""
+    """Reply of POST /v1/responses. The server stores no responses."""
 
     id: str
     object: str = "response"
@@ -157,7 +157,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """The response as it is now: created, in_progress, completed, incomplete or failed."""
+    """The current response: created, in_progress, completed, incomplete or failed."""
 
     type: str
     sequence_number: int
@@ -165,7 +165,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 
 
 class ItemEvent(msgspec.Struct, kw_only=True):
-    """An item begins (added) or ends (done)."""
+    """An item starts (added) or ends (done)."""
 
     type: str
     sequence_number: int
@@ -174,7 +174,7 @@ class ItemEvent(msgspec.Struct, kw_only=True):
 
 
 class PartEvent(msgspec.Struct, kw_only=True):
-    """The text of an item begins (added) or ends (done)."""
+    """The text of an item starts (added) or ends (done)."""
 
     type: str
     sequence_number: int
@@ -185,7 +185,7 @@ class PartEvent(msgspec.Struct, kw_only=True):
 
 
 class TextEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """More text of a message or of reasoning (delta), or all of it (text)."""
+    """A piece of the text of a message or think block (delta), or the whole text (text)."""
 
     type: str
     sequence_number: int
@@ -198,7 +198,7 @@ class TextEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ArgumentsEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """More arguments of a call (delta), or all of them (arguments)."""
+    """A piece of the arguments of a call (delta), or all of them (arguments)."""
 
     type: str
     sequence_number: int

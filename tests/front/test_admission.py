@@ -1,4 +1,4 @@
-"""The admission of answers in flight are taken and given back, whatever becomes of the answers."""
+"""Permits are counted up to the limit and released, however the work ends."""
 
 import gc
 from collections.abc import AsyncGenerator
@@ -9,34 +9,34 @@ from jaxserve.errors import QueueFullError
 from jaxserve.front.admission import AdmissionLimit, Permit
 
 
-def test_all_or_none_are_taken_and_come_back_once() -> None:
+def test_a_request_is_admitted_as_a_whole_and_released_once() -> None:
     admission = AdmissionLimit(5)
-    first = admission.take(3)
-    with pytest.raises(QueueFullError, match="3 requests are in flight .* at most 5"):
-        admission.take(3)
-    second = admission.take(2)
-    assert admission.num_taken == 5
+    first = admission.admit(3)
+    with pytest.raises(QueueFullError, match="3 completions are in flight .* at most 5"):
+        admission.admit(3)
+    second = admission.admit(2)
+    assert admission.num_in_flight == 5
     first.release()
     first.release()
-    assert admission.num_taken == 2
+    assert admission.num_in_flight == 2
     second.release()
-    assert admission.num_taken == 0
+    assert admission.num_in_flight == 0
 
 
 @pytest.mark.parametrize("starts", [False, True])
-async def test_a_generator_that_is_dropped_gives_them_back(starts) -> None:
-    async def work(taken: Permit) -> AsyncGenerator[int, None]:
+async def test_dropping_a_generator_releases_its_permit(starts) -> None:
+    async def work(permit: Permit) -> AsyncGenerator[int, None]:
         try:
             yield 1
         finally:
-            taken.release()
+            permit.release()
 
     admission = AdmissionLimit(2)
-    generator = work(admission.take(2))
+    generator = work(admission.admit(2))
     if starts:
         await anext(generator)
-    assert admission.num_taken == 2
+    assert admission.num_in_flight == 2
     await generator.aclose()
     del generator
     gc.collect()
-    assert admission.num_taken == 0
+    assert admission.num_in_flight == 0

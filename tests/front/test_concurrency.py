@@ -1,3 +1,5 @@
+"""Bounded work: results as they complete, items read late, errors and closing cancel the rest."""
+
 import asyncio
 import itertools
 
@@ -6,7 +8,7 @@ import pytest
 from jaxserve.front.concurrency import bounded_as_completed
 
 
-async def test_results_come_as_they_are_ready() -> None:
+async def test_results_arrive_as_they_complete() -> None:
     events = [asyncio.Event() for _ in range(3)]
 
     async def work(i: int) -> int:
@@ -22,7 +24,7 @@ async def test_results_come_as_they_are_ready() -> None:
     assert [result async for result in results] == []
 
 
-async def test_no_more_than_the_limit_are_under_way_and_items_are_taken_late() -> None:
+async def test_no_more_than_the_limit_are_in_flight_and_items_are_read_late() -> None:
     running = most = taken = 0
 
     def items():
@@ -45,7 +47,7 @@ async def test_no_more_than_the_limit_are_under_way_and_items_are_taken_late() -
     assert most == 7
 
 
-async def test_items_may_be_without_end() -> None:
+async def test_items_may_be_infinite() -> None:
     async def work(i: int) -> int:
         return i
 
@@ -72,7 +74,7 @@ async def test_an_error_cancels_the_others_and_is_raised() -> None:
     assert sorted(cancelled) == [0, 1, 2]
 
 
-async def test_closing_waits_for_what_is_cancelled() -> None:
+async def test_closing_waits_for_cancelled_work() -> None:
     ended = []
 
     async def work(i: int) -> int:

@@ -1,4 +1,4 @@
-"""What a checkpoint says about sampling from it."""
+"""The sampling defaults and end tokens of a checkpoint."""
 
 import pytest
 
@@ -26,13 +26,13 @@ def test_end_tokens_do_not_depend_on_the_sampling_defaults() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": "x"}, {"max_new_tokens": 0}])
-def test_impossible_values_say_where_they_come_from(bad) -> None:
+def test_an_error_about_a_value_names_its_file(bad) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         GenerationDefaults.from_checkpoint(bad, {})
     GenerationDefaults.from_checkpoint(bad, {}, use_sampling=False)
 
 
-def test_overrides_are_put_over_what_is_there() -> None:
+def test_overrides_replace_values_of_the_checkpoint() -> None:
     of_model = {"eos_token_id": [2, 7], "temperature": 0.5, "top_p": 0.9}
     for use_sampling, expected in (
         (True, {"temperature": 0, "top_p": 0.9}),

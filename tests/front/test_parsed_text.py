@@ -1,4 +1,4 @@
-"""Tokens to events: the same however they are divided, with stop strings in content alone."""
+"""Tokens become the same events however they are divided; only content has stop strings."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ def make_parser() -> MessageParser:
 
 
 def read(text: str, sizes: Sequence[int] = (), **options):
-    """(reasoning, content, calls, stop string, tokens used), reading so many tokens at a time."""
+    """Returns reasoning, content, calls, stop string and tokens used; pushes sizes of ``sizes``."""
     options = {"skip_special_tokens": False} | options
     parsed = ParsedText(TOKENIZER, make_parser(), **options)
     ids = TOKENIZER.encode(text)
@@ -49,7 +49,7 @@ def read(text: str, sizes: Sequence[int] = (), **options):
 
 @pytest.fixture
 def read_any_way() -> Callable:
-    """Reads a text in many divisions, which must agree."""
+    """Reads a text in many divisions, which must give the same result."""
 
     def check(text: str, **options):
         one_by_one = read(text, **options)
@@ -70,7 +70,7 @@ def test_reasoning_content_and_calls(read_any_way) -> None:
     assert used == len(TOKENIZER.encode(text))
 
 
-def test_stop_texts_are_found_in_content_alone(read_any_way) -> None:
+def test_stop_strings_are_found_in_content_only(read_any_way) -> None:
     text = f"<think>well! {CALL}</think>hello {CALL} the end! more"
     reasoning, content, calls, stop, used = read_any_way(text, stop=("!", "zz"))
     assert reasoning == f"well! {CALL}"
@@ -83,24 +83,24 @@ def test_stop_texts_are_found_in_content_alone(read_any_way) -> None:
     assert kept == content + "!"
 
 
-def test_what_turns_out_to_be_no_call_is_searched(read_any_way) -> None:
+def test_text_that_is_not_a_call_after_all_is_searched(read_any_way) -> None:
     text = 'Hi <tool_call>{"na!me'
     _, content, calls, stop, _ = read_any_way(text, stop=("!",))
     assert (content, calls, stop) == ('Hi <tool_call>{"na', "", "!")
 
 
 @pytest.mark.parametrize("tail", ["", " z", f"{CALL}", "z the"])
-def test_the_beginning_of_a_stop_text_is_not_lost(read_any_way, tail) -> None:
+def test_the_start_of_a_stop_string_is_not_lost(read_any_way, tail) -> None:
     _, content, _, stop, _ = read_any_way("hello z" + tail, stop=("z!", "zzz"))
     assert stop is None
     assert content == "hello z" + tail.replace(CALL, "")
 
 
-def test_no_stop_text_before_the_least_number_of_tokens(read_any_way) -> None:
+def test_no_stop_string_within_min_tokens(read_any_way) -> None:
     _, content, _, stop, _ = read_any_way("a!b!c!d", stop=("!",), min_tokens=4)
     assert (content, stop) == ("a!b!c", "!")
 
 
-def test_special_tokens_show_only_if_asked(read_any_way) -> None:
+def test_special_tokens_show_only_on_request(read_any_way) -> None:
     assert read_any_way("he<|im_start|>llo")[1] == "he<|im_start|>llo"
     assert read_any_way("he<|im_start|>llo", skip_special_tokens=True)[1] == "hello"

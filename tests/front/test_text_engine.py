@@ -1,4 +1,4 @@
-"""The door at which requests are checked, and the streams of answers behind it."""
+"""Checks, admission and the streams of completions."""
 
 import asyncio
 from contextlib import aclosing

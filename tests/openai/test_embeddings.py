@@ -143,7 +143,7 @@ async def test_what_does_not_fit_is_refused(text_engine) -> None:
     with pytest.raises(UnknownModelError):
         await embed(text_engine, IDS, model="other")
     text_engine.admission.limit = 2
-    held = text_engine.admission.take(1)
+    held = text_engine.admission.admit(1)
     with pytest.raises(QueueFullError):
         await embed(text_engine, [IDS, IDS])
     held.release()

@@ -1,4 +1,4 @@
-"""What a user reads after a mistake: what is wrong, what was expected, and what was given."""
+"""Error messages name the field, what it must be and what it was."""
 
 import json
 import re
@@ -56,8 +56,8 @@ CASES: list[tuple[Any, dict[str, Any], str, str]] = [
     (COMPLETION, {"bad_words": [LONG]}, "bad_words", "at most 1000 characters each, got 1000000"),
     (COMPLETION, {"bad_words": ["a "] * 2000}, "bad_words", "at most 1024 words, got 2000"),
     (COMPLETION, {"bad_words": ["ab " * 300]}, "bad_words", "words of 1 to 64 tokens, got "),
-    (COMPLETION, {"logit_bias": {"a": 1}}, "logit_bias", "keys of it: Expected int, got str"),
-    (COMPLETION, {"logit_bias": {"1": "a"}}, "logit_bias", "values of it: Expected float, got str"),
+    (COMPLETION, {"logit_bias": {"a": 1}}, "logit_bias", "its keys: Expected int, got str"),
+    (COMPLETION, {"logit_bias": {"1": "a"}}, "logit_bias", "its values: Expected float, got str"),
     (COMPLETION, {"response_format": "json"}, "response_format", "an object .*, got 'json'"),
     (COMPLETION, {"response_format": {"type": 1}}, "response_format", "'json_object' .*, got 1"),
     (COMPLETION, {"guided_regex": 5}, "guided_regex", "a regular expression, as a string, got 5"),
@@ -106,7 +106,7 @@ CASES: list[tuple[Any, dict[str, Any], str, str]] = [
     ),
     (RESPONSE, {"reasoning": {"effort": "x"}}, "reasoning.effort", "expected one of .*'low'"),
     (RESPONSE, {"input": [5]}, "input[0]", "items must have type .*, got 5"),
-    (RESPONSE, {"input": [{"role": 5}]}, "input[0].role", "must be a text, got int"),
+    (RESPONSE, {"input": [{"role": 5}]}, "input[0].role", "must be a string, got int"),
     (RESPONSE, {"input": LONG}, "input", "the prompt has 10000.. characters"),
     (RESPONSE, {"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", r"tools\[0\]\.name must be"),
     (RESPONSE, {"tools": [TOOL], "tool_choice": 5}, "tool_choice", "'function', 'name': .*, got 5"),
@@ -114,7 +114,7 @@ CASES: list[tuple[Any, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("endpoint", "wrong", "param", "pattern"), CASES)
-async def test_what_a_user_reads(endpoint, wrong, param, pattern) -> None:
+async def test_a_message_names_field_expectation_and_value(endpoint, wrong, param, pattern) -> None:
     base, form, prepare = endpoint
     body = json.dumps({**base, **wrong}).encode()
     with pytest.raises(InvalidRequestError) as caught:
@@ -141,6 +141,6 @@ HALF = "half of a surrogate pair"
         (b"[]", "body: Expected object, got array"),
     ],
 )
-def test_what_is_wrong_with_a_body(body, pattern) -> None:
+def test_a_malformed_body_is_described(body, pattern) -> None:
     with pytest.raises(InvalidRequestError, match=pattern):
         decode(body, CompletionRequest)

@@ -1,4 +1,4 @@
-"""Every kind of error has a status and one form of body."""
+"""Every class of errors has a status, and all share one body."""
 
 import pytest
 
@@ -16,13 +16,13 @@ from jaxserve.openai.errors import error_reply
         (errors.RequestFailedError("m"), 500, None, 500),
     ],
 )
-def test_errors_of_ours_say_what_they_say(error, status, param, code) -> None:
+def test_known_errors_keep_their_message(error, status, param, code) -> None:
     reply = error_reply(error)
     info = reply.body.error
     assert (reply.status, info.message, info.param, info.code) == (status, "m", param, code)
 
 
-def test_an_unknown_model_is_told_which_are_known() -> None:
+def test_an_unknown_model_error_lists_the_known_models() -> None:
     reply = error_reply(errors.UnknownModelError("x" * 1000, ("one", "two")))
     info = reply.body.error
     assert (reply.status, info.param, info.code) == (404, "model", "model_not_found")
@@ -30,13 +30,13 @@ def test_an_unknown_model_is_told_which_are_known() -> None:
     assert len(info.message) < 300
 
 
-def test_other_errors_say_nothing() -> None:
+def test_unexpected_errors_reveal_nothing() -> None:
     reply = error_reply(ValueError("secret at 0x7f00"))
     assert reply.status == 500
     assert "secret" not in reply.body.error.message
 
 
-def test_messages_carry_no_addresses_and_are_not_endless() -> None:
+def test_messages_have_no_addresses_and_a_length_limit() -> None:
     message = error_reply(
         errors.InvalidRequestError("<x at 0x7f1234abcd> " + "y" * 9999)
     ).body.error

@@ -1,4 +1,4 @@
-"""How many log probabilities a request may ask for, and which numbers may come."""
+"""The limits on log probabilities in a request, and the numbers that replies can hold."""
 
 import json
 import math
@@ -41,7 +41,7 @@ async def ask(text_engine: TextEngine, **body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("most", [0, 3, 60])
-async def test_up_to_the_limit_and_no_further(most: int) -> None:
+async def test_the_limit_is_allowed_and_more_is_refused(most: int) -> None:
     server = text_engine(most)
     body = {"logprobs": most, "prompt_logprobs": most, "echo": True}
     assert (await complete(server, **body))["logprobs"] is not None
@@ -71,7 +71,7 @@ async def test_responses_name_their_own_field() -> None:
     assert caught.value.param == "top_logprobs"
 
 
-async def test_programs_that_bring_their_own_parameters_have_the_same_limit() -> None:
+async def test_direct_requests_to_the_text_engine_have_the_same_limit() -> None:
     server = text_engine(3)
     with pytest.raises(InvalidRequestError, match="--max-logprobs"):
         server.generate(GenerateRequest(prompts=[[1, 2]], params=SamplingParams(logprobs=4)))
@@ -87,7 +87,7 @@ async def test_minus_one_is_the_whole_vocabulary() -> None:
     assert {len(entry) for entry in others} == {VOCAB}
     choice = await ask(server, logprobs=True, top_logprobs=-1)
     assert {len(e["top_logprobs"]) for e in choice["logprobs"]["content"]} == {VOCAB}
-    # An echoed prompt has as many as are asked for in either place, of which each shows its own.
+    # An echoed prompt is scored with the larger of both counts; each field shows its own.
     await complete(server, logprobs=2, prompt_logprobs=-1, echo=True)
     assert server.engine.submitted[-1].params.prompt_logprobs == VOCAB  # type: ignore[attr-defined]
     asked = [submit.params.logprobs for submit in server.engine.submitted]  # type: ignore[attr-defined]
@@ -99,5 +99,5 @@ async def test_minus_one_is_the_whole_vocabulary() -> None:
     [(-0.5, -0.5), (12000.0, 12000.0), (-9999.5, -9999.0), (-math.inf, -9999.0),
      (math.inf, 9999.0), (math.nan, -9999.0)],
 )  # fmt: skip
-def test_json_has_all_numbers_that_are_shown(value: float, shown: float) -> None:
+def test_replies_hold_only_numbers_of_json(value: float, shown: float) -> None:
     assert finite(value) == shown

@@ -1,4 +1,4 @@
-"""/v1/responses: the events of a stream build the whole reply, as the openai client reads both."""
+"""/v1/responses: the openai client reads the reply and its stream, and both agree."""
 
 import json
 from typing import Any
@@ -43,7 +43,7 @@ def plain(value: msgspec.Struct) -> dict[str, Any]:
 
 
 def without_ids(value: Any) -> Any:
-    """A value without what is new each time."""
+    """Returns a value without the fields that differ between runs."""
     if isinstance(value, list):
         return [without_ids(v) for v in value]
     if isinstance(value, dict):
@@ -53,7 +53,7 @@ def without_ids(value: Any) -> Any:
 
 
 async def ask(text_engine: TextEngine, body: dict[str, Any]) -> dict[str, Any]:
-    """The whole reply, which must be what the stream comes to."""
+    """Returns the whole reply, after comparing it with the result of a stream."""
     request = request_of(body)
     reply = plain(await responses.complete(await responses.prepare(text_engine, request)))
     OpenAIResponse.model_validate(reply, strict=True)
@@ -63,7 +63,7 @@ async def ask(text_engine: TextEngine, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def stream(text_engine: TextEngine, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events, checked for order and for what they build."""
+    """Returns the events of a stream, after checking their order and contents."""
     prepared = await responses.prepare(text_engine, request_of(body | {"stream": True}))
     events = [plain(event) async for event in responses.stream(prepared)]
     for event in events:
@@ -272,7 +272,7 @@ async def test_items_become_messages() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
     ],
 )
-async def test_what_is_refused(body, param) -> None:
+async def test_invalid_requests_are_refused_by_field(body, param) -> None:
     text_engine = make("hello")
     with pytest.raises(InvalidRequestError) as caught:
         await responses.prepare(text_engine, request_of(body))
@@ -280,7 +280,7 @@ async def test_what_is_refused(body, param) -> None:
     assert text_engine.engine.submitted == []
 
 
-async def test_an_error_on_the_way_is_the_last_event() -> None:
+async def test_an_error_in_a_stream_is_the_last_event() -> None:
     text_engine = make("hello world")
     text_engine.engine.fail_after = 1
     prepared = await responses.prepare(text_engine, request_of({}))

@@ -232,7 +232,7 @@ async def test_others_are_served_while_bombs_are_looked_at(server) -> None:
 
 
 def rows() -> dict[str, str]:
-    """What is limited, and to what, as the document has it."""
+    """Returns the maximum of each limit, as the document states it."""
     section = DOCUMENT.read_text().partition("## Limits")[2].partition("\n## ")[0]
     cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return {cell[0].strip(): cell[1].strip() for cell in cells[2:]}
@@ -245,11 +245,11 @@ def numbers(text: str) -> list[int]:
 def test_the_table_says_what_the_code_does() -> None:
     api, serving, limits = ApiSettings(), ServerSettings(), rows()
     expected = {
-        "answers in flight, those of `n` and of lists counted": [api.max_queue],
+        "completions in flight; each of `n` and of a list of prompts counts": [api.max_queue],
         "body": [api.max_body_mib],
-        "time in which a body comes": [api.body_timeout],
+        "time to receive a body": [api.body_timeout],
         "request line and headers": [server_http.MAX_HEAD_BYTES >> 10],
-        "time in which they come, and of idle connections": [serving.keep_alive_timeout],
+        "time to receive them; time that a connection may be idle": [serving.keep_alive_timeout],
         "prompts in a request; messages": [prompts.MAX_PROMPTS, prompts.MAX_MESSAGES],
         "`n`": [sampling_params.MAX_N],
         "`stop`": [sampling_params.MAX_STOP_STRINGS, params.MAX_STOP_CHARS],
@@ -261,26 +261,26 @@ def test_the_table_says_what_the_code_does() -> None:
             constraints.MAX_BAD_WORD_CHARS,
         ],
         "`tools`; name of a function": [tools.MAX_TOOLS, tools.MAX_NAME_CHARS],
-        "message of an error": [errors.MAX_MESSAGE_CHARS],
-        "grammars that are kept, sound ones and compiled ones": [
+        "error message": [errors.MAX_MESSAGE_CHARS],
+        "cached grammars: checked; compiled": [
             grammar_checks.NUM_KEPT,
             grammars.NUM_CACHED,
         ],
-        "time until an engine has compiled a grammar": [compiling.COMPILE_TIMEOUT_S],
-        "what the tokens of an answer with a grammar may take more than 0.05 s each": [
+        "time for an engine to compile a grammar": [compiling.COMPILE_TIMEOUT_S],
+        "time over 0.05 s that each token of a completion with a grammar takes, in total": [
             grammars.MAX_EXTRA_TIME_S
         ],
-        "rest of a request that has been answered already": [
+        "rest of a request that has already been answered": [
             server_http.MAX_UNREAD_BYTES // MIB,
             server_http.UNREAD_TIMEOUT_S,
         ],
         "grammar or schema; choices": [sampling_params.MAX_GRAMMAR_CHARS, structured.MAX_CHOICES],
-        "checks of grammars at a time": [grammar_checks.AT_A_TIME],
-        "processor time and memory of the check of a grammar": [
+        "concurrent checks of grammars": [grammar_checks.AT_A_TIME],
+        "processor time and memory for checking a grammar": [
             grammar_worker.CHECK_TIME_S,
             grammar_worker.CHECK_MEMORY_BYTES // MIB,
         ],
-        "what a chat template makes; its loop turns and calls; its processor time": [
+        "chat template: output; loop iterations and calls; processor time": [
             chat_template.MAX_OUTPUT_CHARS,
             chat_template.MAX_LOOP_TURNS,
             chat_template.MAX_RENDER_TIME_S,

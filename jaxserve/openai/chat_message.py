@@ -1,4 +1,4 @@
-"""The answer to a chat as it arrives: what each delta adds to the message."""
+"""Turns the deltas of a completion into pieces of a chat message, and the pieces into a message."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from jaxserve.parsing.message_parser import MessageParser
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """How answers become messages.
+    """Turns the completions of one request into chat messages.
 
     Attributes:
-      parsers: one for each answer, or empty: then all text is content.
-      new_call_id: makes the id of a call.
-      parallel: show all calls, not only the first.
+      parsers: one for each completion, or empty: all text is content.
+      new_call_id: returns the ID of a new tool call.
+      parallel: show every tool call, not only the first.
       with_reasoning: show reasoning.
     """
 
@@ -41,13 +41,13 @@ class MessageForm:
     with_reasoning: bool = True
 
     def read(self, delta: Delta) -> list[ChatDelta]:
-        """What a delta adds to its message, in order; nothing if it has no text to show yet."""
+        """Returns the pieces that a delta adds to its message, in order; may be empty."""
         if delta.events is None:
             return [ChatDelta(content=delta.text)] if delta.text else []
         return [piece for event in delta.events if (piece := self._piece(event)) is not None]
 
     def finish_reason(self, delta: Delta) -> str | None:
-        """Calls are the reason if there is a whole one and nothing cut the answer off."""
+        """Returns the finish reason: "tool_calls" if a call is complete and nothing was cut off."""
         if delta.finish_reason == "stop" and self.parsers:
             return "tool_calls" if self.parsers[delta.index].num_complete_calls else "stop"
         return delta.finish_reason
@@ -71,19 +71,19 @@ class MessageForm:
 
 
 PLAIN = MessageForm()
-"""All text is content."""
+"""Shows all text as content."""
 
 
 class MessageBuilder:
-    """Joins the pieces of one message, whose content begins with ``texts``."""
+    """Joins the pieces of one message. ``prefixes`` are the start of its content."""
 
-    def __init__(self, *texts: str) -> None:
-        self._content = list(texts)
+    def __init__(self, *prefixes: str) -> None:
+        self._content = list(prefixes)
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, str, list[str]]] = []
 
     def add(self, piece: ChatDelta) -> None:
-        """Adds what came next."""
+        """Adds the next piece."""
         if piece.content is not None:
             self._content.append(piece.content)
         if piece.reasoning is not None:
@@ -95,7 +95,7 @@ class MessageBuilder:
             self._calls[call.index][2].append(call.function.arguments)
 
     def message(self) -> ChatMessage:
-        """The message. Its content is null if it has calls and no text."""
+        """Returns the message. Its content is null if it has tool calls and no text."""
         content = "".join(self._content)
         message = ChatMessage(content if content or not self._calls else None)
         if self._reasoning:

@@ -1,4 +1,4 @@
-"""The padded shapes that the step is compiled for."""
+"""Chooses the padded shapes that the step is compiled for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from jaxserve.core.plan import StepPlan
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """A padded step: tokens, rows (one a request), and blocks in a row's block table.
+    """The padded size of a step. Buckets are ordered by the cost of a step, tokens first.
 
-    If there are as many tokens as rows, every request has exactly one token. Ordered by what a
-    step costs: its tokens first.
+    Attributes:
+      num_tokens: T. If T equals R, every request has exactly one token.
+      num_rows: R, one per request.
+      table_width: W, blocks in a row's block table.
     """
 
     num_tokens: int
@@ -22,11 +24,11 @@ class Bucket:
 
     @property
     def decode_only(self) -> bool:
-        """Whether token r is that of request r."""
+        """True if every request has one token; token r belongs to request r."""
         return self.num_tokens == self.num_rows
 
     def holds(self, other: Bucket) -> bool:
-        """Whether a step of that size can be padded to this one."""
+        """Returns True if a step of the size of ``other`` can be padded to this bucket."""
         return (
             self.num_tokens >= other.num_tokens
             and self.num_rows >= other.num_rows
@@ -36,30 +38,35 @@ class Bucket:
 
 
 MIN_ROWS = 2
-"""XLA's product of one row with a matrix is many times slower on a CPU than that of two."""
+"""On a CPU, XLA multiplies one row by a matrix many times more slowly than two rows."""
 
 FEW_ROWS = 8
+"""Rows of the small mixed steps."""
+
 MIN_MIXED_TOKENS = 32
 NARROW_TABLE = 512
-FEWEST_SAMPLED = 4
+"""Blocks in the narrow block tables."""
+
+MIN_SAMPLED = 4
 MANY_SAMPLED = 16
+"""Beyond this number of sampled rows, the sizes grow by 2 instead of 4."""
 
 
 class Buckets:
-    """All buckets of an engine, and the choice among them.
+    """Holds all buckets of an engine, and chooses one for each plan.
 
-    Few, since each is a program that has to be compiled:
+    There are few, since each is a program to compile:
 
     * decode steps, in which every request has one token: 2, 4, 8, ... rows;
-    * mixed steps, in which some request has more: 32, 64, ... tokens, with either few rows (a
-      prompt arrives while little else goes on) or all of them. The number of rows of a mixed step
-      only decides how many logits are computed, so two sizes are enough.
+    * mixed steps, in which at least one request has more: 32, 64, ... tokens, with either few rows
+      (a prompt arrives while few requests run) or all rows. The number of rows of a mixed step only
+      decides how many logits are computed, so two sizes are enough.
 
-    Both times each width of the block tables.
+    Each size exists once for each width of the block tables.
 
     Args:
-      max_num_seqs: requests in a step.
-      max_num_batched_tokens: tokens in a step; at least ``max_num_seqs``.
+      max_num_seqs: the largest number of requests in a step.
+      max_num_batched_tokens: the largest number of tokens in a step; at least ``max_num_seqs``.
       table_widths: widths of the block tables; the largest must hold the longest request.
     """
 
@@ -67,7 +74,7 @@ class Buckets:
         self, *, max_num_seqs: int, max_num_batched_tokens: int, table_widths: Iterable[int]
     ) -> None:
         max_rows = max(MIN_ROWS, max_num_seqs)
-        # One more than the rows at least, or else a mixed step would look like a decode step.
+        # A mixed step with as many tokens as rows would look like a decode step.
         max_tokens = max(max_num_batched_tokens, max_rows + 1)
         decode = [(rows, rows) for rows in powers_of_two(MIN_ROWS, max_rows)]
         mixed = [
@@ -85,36 +92,37 @@ class Buckets:
         )
 
     def smallest_for(self, plan: StepPlan, block_size: int) -> Bucket:
-        """The cheapest bucket that holds the plan."""
+        """Returns the cheapest bucket that holds the plan."""
         length = max((part.start + part.num_tokens for part in plan.scheduled), default=0)
         size = Bucket(plan.num_tokens, len(plan.scheduled), -(-length // block_size))
         return next(bucket for bucket in self.all if bucket.holds(size))
 
 
 def table_widths(max_model_len: int, block_size: int) -> tuple[int, ...]:
-    """The widths of block tables to compile for, in ascending order.
+    """Returns the widths of block tables to compile for, in ascending order.
 
-    Attention stops at the end of each request, so that a wide table costs no more than its way to
-    the device: 2 KiB a row at the narrow width. Only longer contexts are worth a second one.
+    Attention stops at the end of each request, so a wide table costs only its transfer to the
+    device: 2 KiB per row at the narrow width. A second width pays off for longer contexts only.
     """
     longest = -(-max_model_len // block_size)
     return (longest,) if longest <= NARROW_TABLE else (NARROW_TABLE, longest)
 
 
 def sampler_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The numbers of rows that the sampler is compiled for, in ascending order.
+    """Returns the numbers of rows that the sampler is compiled for, in ascending order.
 
-    Fewer than those of a step, since each is several programs and few rows take little of a step.
-    Where many are sampled, twice as many take much more than twice as long.
+    The sampler has fewer sizes than the step, since each size means several programs and sampling a
+    few padded rows takes little of a step's time. Sampling twice as many of many rows takes much
+    more than twice as long, so large sizes are closer to each other.
     """
-    sizes = [min(FEWEST_SAMPLED, max_num_seqs)]
+    sizes = [min(MIN_SAMPLED, max_num_seqs)]
     while sizes[-1] < max_num_seqs:
         sizes.append(min((4 if sizes[-1] < MANY_SAMPLED else 2) * sizes[-1], max_num_seqs))
     return tuple(sizes)
 
 
 def powers_of_two(first: int, last: int) -> list[int]:
-    """``first``, twice that and so on, and ``last`` as the end."""
+    """Returns ``first``, 2 * ``first``, 4 * ``first``, ... below ``last``, and ``last``."""
     sizes = []
     while first < last:
         sizes.append(first)

@@ -1,4 +1,4 @@
-"""Compiled programs that outlive the process."""
+"""Keeps compiled programs on disk for the next process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from jaxserve.ipc.messages import Decision
 
 
 def keep_compiled_programs(folder: str) -> Decision:
-    """Has jax keep every program that this process compiles in a folder, and look there first.
+    """Makes jax store every compiled program in a folder, and look there before it compiles.
 
-    Programs are loaded as code, so the folder is made for its owner only. An empty name, or a
-    folder that cannot be written, means that programs are not kept.
+    Programs are loaded as code, so the folder is created with permissions for its owner only.
+    Programs are not kept if ``folder`` is empty or cannot be written to.
 
-    Returns what was settled.
+    Returns:
+      The decision, for the log of the start.
     """
     what = "compiled programs"
     if not folder:
@@ -32,8 +33,8 @@ def keep_compiled_programs(folder: str) -> Decision:
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # Line numbers of our sources are part of what a kernel is known by, unless they are left out.
+    # With line numbers in it, the key of a kernel would change with every edit of its source file.
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    # jax decides at its first compilation whether there is a folder; there may have been one.
+    # jax looks for the folder at its first compilation only, which may already have happened.
     compilation_cache.reset_cache()
     return Decision(what, f"kept in {path}", "makes the next start faster")

@@ -1,4 +1,4 @@
-"""Facts about the device that this process computes on."""
+"""Describes the device that this process computes on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def current_device(*, pool_part: float = 1.0) -> Device:
-    """The default device of jax.
+    """Returns the default device of jax.
 
-    ``free_bytes`` is what is left now; on an accelerator, of ``pool_part`` of what jax has taken.
+    ``free_bytes`` is the memory that is available now. On an accelerator, jax has reserved a pool
+    at its start, and ``free_bytes`` is the rest of the fraction ``pool_part`` in [0, 1] of it.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
@@ -36,13 +37,13 @@ def current_device(*, pool_part: float = 1.0) -> Device:
 
 
 def _compute_capability(text: str) -> tuple[int, int] | None:
-    """Of an NVIDIA GPU ("9.0"); other vendors give names there ("gfx942")."""
+    """Parses the version of an NVIDIA GPU ("9.0"); returns None for other names ("gfx942")."""
     numbers = re.fullmatch(r"(\d+)\.(\d+)", text)
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
 def _cpu() -> tuple[str, set[str]]:
-    """Name and feature flags of the first CPU, as far as the system tells."""
+    """Returns name and feature flags of the first CPU; "CPU" and none if the system has no file."""
     if not CPU_INFO.exists():
         return "CPU", set()
     first = CPU_INFO.read_text().split("\n\n")[0]

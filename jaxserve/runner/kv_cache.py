@@ -1,4 +1,4 @@
-"""The KV cache: its dtype, its size, its arrays."""
+"""Decides the dtype of the KV cache, computes its size, and allocates it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from jaxserve.ops.attention import KVCache
 
 
 def cache_dtype(dtype: str, device: Device) -> str:
-    """The dtype of the cache of a model that computes in ``dtype``."""
-    # There, a scatter into a bfloat16 array converts the whole array to float32 and back.
+    """Returns the dtype of the cache of a model that computes in ``dtype``."""
+    # On a CPU, jax before 0.11 scatters into a bfloat16 array by converting all of it to float32
+    # and back.
     rewrites_bf16 = device.platform == "cpu" and jax.__version_info__ < (0, 11)
     return "float32" if dtype == "bfloat16" and rewrites_bf16 else dtype
 
 
 def bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> int:
-    """Bytes of the keys and values of one token over all layers."""
+    """Returns the bytes of the keys and values of one token over all layers."""
     return 2 * num_layers * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize
 
 
@@ -31,7 +32,10 @@ def allocate(
     head_dim: int,
     dtype: str,
 ) -> KVCache:
-    """An empty cache, in memory that has been touched: a lack of it shows now, not later."""
+    """Allocates a cache of zeros.
+
+    It waits for the device, so that a lack of memory fails here and not in the first step.
+    """
     shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
     k, v = (jnp.zeros(shape, np.dtype(dtype)) for _ in range(2))
     return jax.block_until_ready(KVCache(k, v))

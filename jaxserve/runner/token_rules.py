@@ -35,7 +35,7 @@ class TokenRules:
 
     @property
     def has_token_lists(self) -> bool:
-        """Whether the request has biases, bad words or penalties."""
+        """True if the request has biases, bad words or penalties."""
         return self.counts is not None or len(self.bias_ids) > 0 or self.bad_words is not None
 
     @classmethod

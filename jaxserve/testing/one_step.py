@@ -1,4 +1,4 @@
-"""What a checkpoint computes, without an engine: a text as one step of its model."""
+"""Computes the logits of a checkpoint without an engine: a sequence as one step of its model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Float32
 
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.models.hf_config import read_spec
@@ -19,14 +20,16 @@ from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 BLOCK_SIZE = 16
 
 
-def logits_of(path: Path, tokens: Sequence[int], *, dtype: str = "float32") -> np.ndarray:
-    """f32[T, V] after each token of a text.
+def logits_of(
+    path: Path, tokens: Sequence[int], *, dtype: str = "float32"
+) -> Float32[np.ndarray, "tokens vocab"]:
+    """Returns the logits f32[T, V] after each token of a sequence.
 
-    It is computed operation by operation, which takes a tenth of the time of compiling a program
-    for each of many models.
+    The model runs operation by operation, without jit. For many small models, that takes a tenth of
+    the time of compiling a program for each.
 
     Raises:
-      CheckpointError, UnsupportedModelError: it cannot be opened or loaded.
+      CheckpointError, UnsupportedModelError: the checkpoint cannot be opened or loaded.
     """
     checkpoint = open_checkpoint(str(path))
     spec = read_spec(checkpoint.config)

@@ -1,6 +1,6 @@
-"""What a model should say, by the textbook: all of a text at once, float64, no cache, plain numpy.
+"""A textbook transformer: the whole sequence at once, in float64, without a cache, in plain numpy.
 
-It knows nothing of config.json: a test states in numbers what it takes a config to mean.
+The reference does not read config.json: a test states in numbers what a config should mean.
 """
 
 from __future__ import annotations
@@ -9,20 +9,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float64
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A Llama, or a model of a family that is like it.
+    """A Llama, or a model of a similar family.
 
-    Biases, and norms of queries and keys, are applied where there are tensors of their names.
+    Biases, and norms of queries and keys, are applied if ``tensors`` has them.
 
     Attributes:
-      tensors: by the names of a checkpoint.
-      frequencies: radians per position of each pair of dimensions, ``[head_dim / 2]``; None: those
-        of a base of 10000 for heads of ``head_dim``.
-      windows: per layer, how many of the latest positions a query sees; None: all, in all layers.
-      tied: the embedding is the head, whatever tensors there are.
+      tensors: the weights, by their names in a checkpoint.
+      head_dim: even.
+      eps: added to the mean square in every norm.
+      frequencies: radians per position of each pair of dimensions, ``[head_dim / 2]``. None means
+        those of base 10000 for heads of ``head_dim``.
+      windows: for each layer, how many of the latest positions a query sees, None for all. None
+        instead of a sequence means all positions in all layers.
+      tied: use the embedding as the output layer, even if ``tensors`` has ``lm_head.weight``.
     """
 
     tensors: Mapping[str, np.ndarray]
@@ -32,13 +36,13 @@ class Reference:
     windows: Sequence[int | None] | None = None
     tied: bool = False
 
-    def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """f64[T, V] after each token of a text."""
+    def logits(self, tokens: Sequence[int]) -> Float64[np.ndarray, "tokens vocab"]:
+        """Returns the logits f64[T, V] after each token."""
         head = "model.embed_tokens.weight" if self.tied else "lm_head.weight"
         return _product(self.hidden(tokens), self._tensor(head))
 
-    def hidden(self, tokens: Sequence[int]) -> np.ndarray:
-        """f64[T, D]: what the head sees at each token."""
+    def hidden(self, tokens: Sequence[int]) -> Float64[np.ndarray, "tokens hidden"]:
+        """Returns the input f64[T, D] of the output layer at each token."""
         x = self._tensor("model.embed_tokens.weight")[list(tokens)]
         layer = 0
         while f"model.layers.{layer}.input_layernorm.weight" in self.tensors:
@@ -50,14 +54,14 @@ class Reference:
             layer += 1
         return self._norm(x, "model.norm")
 
-    def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """f64[T, V]: natural logarithms of the probabilities after each token."""
+    def logprobs(self, tokens: Sequence[int]) -> Float64[np.ndarray, "tokens vocab"]:
+        """Returns the natural logarithms f64[T, V] of the probabilities after each token."""
         logits = self.logits(tokens)
         logits -= logits.max(-1, keepdims=True)
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The most probable tokens after a prompt, end tokens like any others."""
+        """Returns the ``count`` most likely tokens after a prompt. End tokens do not end it."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(int(self.logits(tokens)[-1].argmax()))
@@ -104,5 +108,5 @@ class Reference:
 
 
 def _product(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """``x @ weight.T`` without a BLAS, whose threads wait for each other on a busy machine."""
+    """Returns ``x @ weight.T`` without BLAS, whose threads block each other on a busy machine."""
     return np.einsum("ti,oi->to", x, weight)

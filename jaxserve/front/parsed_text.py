@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jaxserve.parsing.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments
-from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.parsing.parser import MessageParser
 from jaxserve.text.detokenizer import Detokenizer, DetokenizerStep, StopMatcher
 from jaxserve.text.tokenizer import Tokenizer
 

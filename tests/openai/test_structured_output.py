@@ -41,13 +41,13 @@ async def ask(text_engine: TextEngine, body: dict[str, Any]):
 
 
 def grammar_of(text_engine: TextEngine) -> Grammar | None:
-    """The grammar that reached the engine, but for its frame."""
+    """The grammar that reached the engine, but for its tag."""
     grammar = text_engine.engine.submitted[-1].params.grammar
-    return grammar and msgspec.structs.replace(grammar, frame="")
+    return grammar and msgspec.structs.replace(grammar, structural_tag="")
 
 
-def frame_of(text_engine: TextEngine) -> str:
-    return text_engine.engine.submitted[-1].params.grammar.frame
+def tag_of(text_engine: TextEngine) -> str:
+    return text_engine.engine.submitted[-1].params.grammar.structural_tag
 
 
 FORMS = [
@@ -138,18 +138,18 @@ async def test_a_model_may_think_before_a_text_with_a_grammar() -> None:
     text_engine = make("<think>he</think>\n\nll")
     (choice,) = (await ask(text_engine, {"guided_regex": "l+"})).choices
     assert (choice.message.reasoning, choice.message.content) == ("he", "ll")
-    assert "think: " in frame_of(text_engine)
+    assert "think: " in tag_of(text_engine)
     closed = make("ll", template=TEMPLATE + "<think>\n\n</think>\n\n")
     (choice,) = (await ask(closed, {"guided_regex": "l+"})).choices
     assert choice.message.content == "ll"
-    assert frame_of(closed) == ""
+    assert tag_of(closed) == ""
 
 
 async def test_a_completion_is_all_text() -> None:
     text_engine = make("<think>he</think>")
     choice = (await complete(text_engine, {"guided_regex": ".*"})).choices[0]
     assert choice.text == "<think>he</think>"
-    assert frame_of(text_engine) == ""
+    assert tag_of(text_engine) == ""
 
 
 async def test_text_format_of_responses() -> None:
@@ -226,14 +226,14 @@ async def test_an_answer_is_calls_or_a_text_with_a_grammar(thought) -> None:
         assert len(choice.message.tool_calls or ()) == num_calls
         assert choice.finish_reason == ("tool_calls" if num_calls else "stop")
         assert grammar_of(text_engine) == Grammar("json_schema", json.dumps(SCHEMA))
-        frame = frame_of(text_engine)
-        assert "(@answer | calls)" in frame
-        assert all(f'"enum": ["{name}"]' in frame for name in "fg")
-        assert "call)*" in frame
+        tag = tag_of(text_engine)
+        assert "(@content | calls)" in tag
+        assert all(f'"enum": ["{name}"]' in tag for name in "fg")
+        assert "call)*" in tag
     await ask(text_engine, FORMAT | {"tools": TOOLS, "parallel_tool_calls": False})
-    assert "call)*" not in frame_of(text_engine)
+    assert "call)*" not in tag_of(text_engine)
     await ask(text_engine, FORMAT | {"tools": TOOLS, "tool_choice": "none"})
-    assert "calls" not in frame_of(text_engine)
+    assert "calls" not in tag_of(text_engine)
 
 
 async def test_calls_that_must_be_made_leave_no_text_to_have_a_format() -> None:
@@ -245,7 +245,7 @@ async def test_calls_that_must_be_made_leave_no_text_to_have_a_format() -> None:
     grammar = grammar_of(text_engine)
     assert grammar is not None
     assert json.loads(grammar.spec)["type"] == "array"
-    assert "think: " in frame_of(text_engine)
+    assert "think: " in tag_of(text_engine)
     with pytest.raises(InvalidRequestError) as caught:
         await ask(text_engine, {"guided_regex": "a"} | required)
     assert caught.value.param == "guided_regex"

@@ -12,8 +12,7 @@ from jaxserve.parsing.events import (
     ToolCallArguments,
     ToolCallStart,
 )
-from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.parsing.parser import Parser
+from jaxserve.parsing.parser import MessageParser, Parser
 
 
 @dataclass

@@ -6,13 +6,13 @@ import textwrap
 import jaxserve.parsing
 from jaxserve.parsing.json_call import stream_object
 from jaxserve.parsing.parser import Parser
-from jaxserve.parsing.scanner import NAME, Scanner, Steps
+from jaxserve.parsing.scanner import NAME, Reading, Scanner
 
 
 def example():
     doc = inspect.getdoc(jaxserve.parsing) or ""
     lines = [line for line in doc.splitlines() if line.startswith("    ")]
-    names = {"NAME": NAME, "Scanner": Scanner, "Steps": Steps, "stream_object": stream_object}
+    names = {"NAME": NAME, "Scanner": Scanner, "Reading": Reading, "stream_object": stream_object}
     exec(textwrap.dedent("\n".join(lines)), names)
     return names["shout"]
 

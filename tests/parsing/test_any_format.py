@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.parsing.enforced import json_array_calls, named_call
 from jaxserve.parsing.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
-from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.parsing.parser import Parser
+from jaxserve.parsing.forced_calls import json_array_calls, named_call
+from jaxserve.parsing.parser import MessageParser, Parser
 from jaxserve.parsing.registry import (
     REASONING_PARSERS,
     TOOL_PARSERS,

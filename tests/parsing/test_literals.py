@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from jaxserve.parsing.json_text import is_json
 from jaxserve.parsing.python_literal import python_literal
+from jaxserve.parsing.qwen3_coder import typed_json
 from jaxserve.parsing.scanner import read_whole
-from jaxserve.parsing.typed_text import typed_json
 
 VALUES = st.recursive(
     st.none()

@@ -1,4 +1,4 @@
-"""What is refused at the door, and with which words. Following: tests/engine/test_grammars.py."""
+"""Which grammars a check refuses, and with which message. See test_constraint.py for following."""
 
 import contextlib
 import json
@@ -7,12 +7,8 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import MAX_GRAMMAR_CHARS, Grammar
-from jaxserve.structured_output.grammar import (
-    MAX_CHOICES,
-    MAX_MESSAGE_CHARS,
-    Vocabulary,
-    check_grammar,
-)
+from jaxserve.structured_output.grammar import MAX_CHOICES, MAX_MESSAGE_CHARS, check_grammar
+from jaxserve.structured_output.vocabulary import Vocabulary
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
 
@@ -72,9 +68,9 @@ def test_what_can_be_followed(vocabulary, grammar):
         (Grammar("regex", "(" * 5000 + "a" + ")" * 5000), "regex"),
         (Grammar("regex", r"[^\s\S]"), "no text matches"),
         (Grammar("regex", r"(\w|\w\w)*" * 300), "regex cannot be used: it is too much work"),
-        (Grammar("choice", "[]"), f"1 to {MAX_CHOICES} texts, got 0"),
-        (Grammar("choice", "[1]"), "a list of texts"),
-        (Grammar("choice", '{"a": 1}'), "a list of texts"),
+        (Grammar("choice", "[]"), f"1 to {MAX_CHOICES} strings, got 0"),
+        (Grammar("choice", "[1]"), "a list of strings"),
+        (Grammar("choice", '{"a": 1}'), "a list of strings"),
         (Grammar("choice", "[" * 100_000), "choice"),
         (Grammar("choice", json.dumps(["a"] * (MAX_CHOICES + 1))), f"got {MAX_CHOICES + 1}"),
         (Grammar("grammar", "start: foo"), "foo"),

@@ -11,7 +11,8 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output import worker as grammar_worker
 from jaxserve.structured_output.checks import GrammarChecks
-from jaxserve.structured_output.grammar import Vocabulary, check_grammar
+from jaxserve.structured_output.grammar import check_grammar
+from jaxserve.structured_output.vocabulary import Vocabulary
 from jaxserve.structured_output.worker import CHECK_TIME_S, MAX_KEPT_BYTES, GrammarWorker
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.parsing.parser import MessageParser
 from jaxserve.parsing.registry import reasoning_parser, tool_parser
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

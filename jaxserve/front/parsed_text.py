@@ -6,17 +6,17 @@ from collections.abc import Iterable, Sequence
 
 from jaxserve.parsing.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments
 from jaxserve.parsing.parser import MessageParser
-from jaxserve.text.detokenizer import Detokenizer, DetokenizerStep, StopMatcher
+from jaxserve.text.detokenizer import DetokenizedText, Detokenizer, StopMatcher
 from jaxserve.text.tokenizer import Tokenizer
 
 
-class ParsedStep(DetokenizerStep, frozen=True, gc=False):
+class ParsedStep(DetokenizedText, frozen=True, gc=False):
     """The result of one push.
 
     Attributes:
       text_delta: the text of the content events.
-      stop_hit: as in `DetokenizerStep`.
-      num_tokens_used: as in `DetokenizerStep`.
+      stop_hit: as in `DetokenizedText`.
+      num_tokens_used: as in `DetokenizedText`.
       events: the events that the tokens completed.
       num_reasoning_tokens: how many of the tokens lie in a think block.
     """

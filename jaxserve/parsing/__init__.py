@@ -37,6 +37,6 @@ has not arrived, ``yield from`` makes it wait:
 A function that returns, or gives up on a call and goes on searching, loses no text. It never goes
 back in the text; that keeps the time linear.
 
-A format can also have rules for structural tags, in `registry.CALL_RULES`. A request that constrains
-the content with a grammar and allows tool calls needs them.
+A format can also have rules for structural tags, in `registry.CALL_RULES`. A request that has a
+grammar for the content and allows tool calls needs them.
 '''

@@ -5,7 +5,7 @@ import pytest
 
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 from jaxserve.text.detokenizer import Detokenizer
-from jaxserve.text.tokenizer import Pieces
+from jaxserve.text.tokenizer import TokenTextCache
 
 CONTINUATIONS = (0x80, 0x90, 0xA0, 0xBF)
 
@@ -16,8 +16,8 @@ class Vocabulary:
     def __init__(self, table: list[bytes], special: frozenset[int] = frozenset()) -> None:
         self.table, self.special = table, special
 
-    def pieces(self, *, skip_special_tokens: bool) -> Pieces:
-        return Pieces(
+    def token_texts(self, *, skip_special_tokens: bool) -> TokenTextCache:
+        return TokenTextCache(
             lambda i: self.table[i] if i < len(self.table) else b"",
             self.special if skip_special_tokens else frozenset(),
         )

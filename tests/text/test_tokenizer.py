@@ -83,7 +83,7 @@ def test_every_byte_is_a_token() -> None:
 
 def test_pieces_are_text_only_where_it_is_whole() -> None:
     tokenizer = tiny_tokenizer()
-    pieces = tokenizer.pieces(skip_special_tokens=True)
+    pieces = tokenizer.token_texts(skip_special_tokens=True)
     for i in range(tokenizer.vocab_size):
         data = b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i)
         piece = pieces[i]
@@ -93,7 +93,7 @@ def test_pieces_are_text_only_where_it_is_whole() -> None:
 
 def test_ids_that_are_no_token_are_empty_and_not_kept() -> None:
     tokenizer = tiny_tokenizer()
-    pieces = tokenizer.pieces(skip_special_tokens=False)
+    pieces = tokenizer.token_texts(skip_special_tokens=False)
     for i in (-1, tokenizer.vocab_size, 2**32, 2**70):
         assert tokenizer.token_bytes(i) == b""
         assert pieces[i] == ""
@@ -139,7 +139,7 @@ def test_sentencepiece_bytes_and_spaces() -> None:
     assert tokenizer.decode(ids) == "Hello Hello€"
     assert tokenizer.decode(tokenizer.encode("  Hello")) == "  Hello"
     # In a stream it is a space between prompt and answer.
-    assert tokenizer.pieces(skip_special_tokens=True)[ids[0]] == " Hello"
+    assert tokenizer.token_texts(skip_special_tokens=True)[ids[0]] == " Hello"
 
 
 def test_sentencepiece_without_a_first_space() -> None:

@@ -151,7 +151,7 @@ class StopMatcher:
         self._fallbacks = [[0, 0] for _ in stops]
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Adds text; returns the text before any stop string, and the stop string if one is found."""
+        """Adds text; returns the certain text before a stop string, and the stop string or None."""
         if not self.held and self._firsts.isdisjoint(text):
             return text, None
         whole = self.held + text

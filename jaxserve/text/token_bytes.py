@@ -26,7 +26,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_rule(backend: Backend) -> tuple[Callable[[str], bytes], bool]:
-    """Returns how to get the bytes of a token from its name, and how decoding treats a first space.
+    """Reads from the decoder of a backend which bytes the name of a token stands for.
 
     Returns:
       (function from the name of a token to its bytes, whether decoding strips a leading space).

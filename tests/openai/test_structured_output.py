@@ -1,4 +1,4 @@
-"""Grammars in requests: every field that has one, what is refused, and calls that are enforced."""
+"""Grammars in requests: every field, invalid values, forced calls and structural tags."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ async def ask(text_engine: TextEngine, body: dict[str, Any]):
 
 
 def grammar_of(text_engine: TextEngine) -> Grammar | None:
-    """The grammar that reached the engine, but for its tag."""
+    """Returns the grammar that reached the engine, without its structural tag."""
     grammar = text_engine.engine.submitted[-1].params.grammar
     return grammar and msgspec.structs.replace(grammar, structural_tag="")
 
@@ -117,7 +117,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD)
-async def test_what_is_no_grammar_is_refused(body, param) -> None:
+async def test_invalid_grammars_are_refused(body, param) -> None:
     text_engine = make()
     for run in (complete, ask):
         with pytest.raises(InvalidRequestError) as caught:
@@ -218,7 +218,7 @@ FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"schema": S
 
 
 @pytest.mark.parametrize("thought", ["", "<think>hm</think>\n\n"])
-async def test_an_answer_is_calls_or_a_text_with_a_grammar(thought) -> None:
+async def test_a_completion_is_calls_or_content_with_a_grammar(thought) -> None:
     for answer, content, num_calls in ((CALL + "\n" + CALL, None, 2), ('{"a": 1}', '{"a": 1}', 0)):
         text_engine = make(thought + answer)
         (choice,) = (await ask(text_engine, FORMAT | {"tools": TOOLS})).choices
@@ -236,7 +236,7 @@ async def test_an_answer_is_calls_or_a_text_with_a_grammar(thought) -> None:
     assert "calls" not in tag_of(text_engine)
 
 
-async def test_calls_that_must_be_made_leave_no_text_to_have_a_format() -> None:
+async def test_response_format_does_not_apply_to_forced_calls() -> None:
     text_engine = make('<think>hm</think>[{"name": "f", "parameters": {"a": 1}}]')
     required = {"tools": TOOLS, "tool_choice": "required"}
     (choice,) = (await ask(text_engine, FORMAT | required)).choices
@@ -252,7 +252,7 @@ async def test_calls_that_must_be_made_leave_no_text_to_have_a_format() -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_tools_that_no_grammar_can_be_made_of(choice) -> None:
+async def test_tools_without_a_valid_grammar_are_refused(choice) -> None:
     text_engine = make()
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}]
     with pytest.raises(InvalidRequestError) as caught:

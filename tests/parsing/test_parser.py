@@ -15,29 +15,29 @@ def make(reasoning, calls):
 
 
 def test_calls_are_read_after_the_block_only(read_cut):
-    answer = read_cut(make(True, True), TEXT)
-    assert answer.reasoning == f"Use {CALL}?"
-    assert answer.content == "Yes."
-    assert answer.calls == [("f", "{}")]
-    assert answer.num_complete == 1
+    completion = read_cut(make(True, True), TEXT)
+    assert completion.reasoning == f"Use {CALL}?"
+    assert completion.content == "Yes."
+    assert completion.calls == [("f", "{}")]
+    assert completion.num_complete == 1
 
 
 def test_reasoning_alone(read_cut):
-    answer = read_cut(make(True, False), TEXT)
-    assert (answer.reasoning, answer.content) == (f"Use {CALL}?", f"Yes.\n{CALL}\n")
+    completion = read_cut(make(True, False), TEXT)
+    assert (completion.reasoning, completion.content) == (f"Use {CALL}?", f"Yes.\n{CALL}\n")
 
 
 def test_calls_alone(read_cut):
-    answer = read_cut(make(False, True), f"Yes.\n{CALL}\n")
-    assert (answer.content, answer.calls) == ("Yes.", [("f", "{}")])
+    completion = read_cut(make(False, True), f"Yes.\n{CALL}\n")
+    assert (completion.content, completion.calls) == ("Yes.", [("f", "{}")])
 
 
 @pytest.mark.parametrize("text", ["", TEXT])
 def test_neither(read_cut, text):
-    answer = read_cut(make(False, False), text)
-    assert (answer.content, answer.reasoning, answer.calls) == (text, "", [])
+    completion = read_cut(make(False, False), text)
+    assert (completion.content, completion.reasoning, completion.calls) == (text, "", [])
 
 
 def test_half_markup_at_the_end_of_both(read_cut):
-    answer = read_cut(make(True, True), "<think>a</think>b <tool_c")
-    assert (answer.reasoning, answer.content) == ("a", "b <tool_c")
+    completion = read_cut(make(True, True), "<think>a</think>b <tool_c")
+    assert (completion.reasoning, completion.content) == ("a", "b <tool_c")

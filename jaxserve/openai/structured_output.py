@@ -1,4 +1,4 @@
-"""What constrains the text of a completion: response_format and its kin, tools, bad words."""
+"""Reads the constraints of a request: response_format and similar fields, tools, bad words."""
 
 from __future__ import annotations
 

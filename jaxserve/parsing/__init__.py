@@ -34,7 +34,7 @@ has not arrived, ``yield from`` makes it wait:
             if (yield from scan.match(";")):
                 scan.drop()
 
-A function that returns, or gives up on a call and goes on searching, loses no text. It never goes
+A function that returns, or gives up on a call and searches for the next, loses no text. It never goes
 back in the text; that keeps the time linear.
 
 A format can also have rules for structural tags, in `registry.CALL_RULES`. A request that has a

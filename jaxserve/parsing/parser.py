@@ -47,7 +47,7 @@ class Parser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next text is in a think block; its end tag counts as inside."""
+        """True if the next text is in a think block; its end tag counts as inside."""
         return self._scan.is_reasoning
 
     def push(self, text: str) -> list[Event]:
@@ -96,7 +96,7 @@ class MessageParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next text is in a think block; its end tag counts as inside."""
+        """True if the next text is in a think block; its end tag counts as inside."""
         return self._reasoning is not None and self._reasoning.is_reasoning
 
     def push(self, text: str) -> list[Event]:

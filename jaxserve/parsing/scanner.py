@@ -59,7 +59,7 @@ class Scanner:
     # The held text.
 
     def take(self) -> str:
-        """Returns the held text, which is no longer held."""
+        """Returns the held text and clears it."""
         text = "".join([*self._held, self._text[self._held_from : self._pos]])
         self.drop()
         return text

@@ -34,8 +34,8 @@ has not arrived, ``yield from`` makes it wait:
             if (yield from scan.match(";")):
                 scan.drop()
 
-A function that returns, or gives up on a call and searches for the next, loses no text. It never goes
-back in the text; that keeps the time linear.
+A function that returns, or gives up on a call and searches for the next, loses no text. It never
+goes back in the text; that keeps the time linear.
 
 A format can also have rules for structural tags, in `registry.CALL_RULES`. A request that has a
 grammar for the content and allows tool calls needs them.

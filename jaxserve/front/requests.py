@@ -101,6 +101,7 @@ def resolve(
             f"priority must be between {INT64[0]} and {INT64[1]}, got {request.priority}",
             param="priority",
         )
+    normalised = params.normalised()
     base = f"{request.request_id}-{uuid.uuid4().hex[:12]}"
     tasks: list[CompletionTask] = []
     for i, prompt_ids in enumerate(request.prompts):
@@ -111,7 +112,7 @@ def resolve(
             submit = Submit(
                 f"{base}-{index}",
                 prompt_ids,
-                _engine_params(params, sample, max_tokens, model),
+                _engine_params(normalised, sample, max_tokens, model),
                 eos_token_id=None if params.ignore_eos else model.tokenizer.eos_token_id,
                 priority=request.priority,
                 arrival_s=arrival_s,
@@ -157,13 +158,13 @@ def _max_tokens(request: GenerateRequest, num_prompt_tokens: int, model: ServedM
 def _engine_params(
     params: SamplingParams, sample: int, max_tokens: int, model: ServedModel
 ) -> SamplingParams:
-    """Returns the parameters of one completion: normalised, with a seed of 64 bits, signed."""
+    """Returns normalised parameters as those of one completion, with a signed 64-bit seed."""
     seed = random.getrandbits(63) if params.seed is None else params.seed + sample
     stop_ids = params.stop_token_ids
     if model.extra_end_ids and not params.ignore_eos:
         stop_ids = tuple(dict.fromkeys(stop_ids + model.extra_end_ids))
     return msgspec.structs.replace(
-        params.normalised(),
+        params,
         n=1,
         seed=(seed + 2**63) % 2**64 - 2**63,
         max_tokens=max_tokens,

@@ -34,23 +34,23 @@ INT64 = (-(2**63), 2**63 - 1)
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the text of an answer must look like.
+    """Constrains the content of a completion.
 
     Attributes:
-      kind: how ``spec`` is to be read.
+      kind: the meaning of ``spec``.
       spec: a JSON schema as JSON text; a regular expression; a JSON array of strings, one of which
-        is the answer; a grammar in Lark syntax or EBNF; for "json_object" nothing.
-      frame: a grammar in Lark syntax for the whole answer, in which ``@answer`` is the text that
-        ``kind`` and ``spec`` describe, or empty; see `parsing.answer_frame`.
+        is the content; a grammar in Lark syntax or EBNF; for "json_object" nothing.
+      structural_tag: a grammar in Lark syntax for the whole completion, in which ``@content``
+        stands for ``kind`` and ``spec``, or empty; see `structured_output.structural_tag`.
 
     Raises:
-      InvalidRequestError: ``spec`` is longer than `MAX_GRAMMAR_CHARS`. Whether it can be used at
-        all is for `structured.check_grammar` to say.
+      InvalidRequestError: ``spec`` is longer than `MAX_GRAMMAR_CHARS`.
+        `structured_output.grammar.check_grammar` checks the rest.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
     spec: str = ""
-    frame: str = ""
+    structural_tag: str = ""
 
     def __post_init__(self) -> None:
         _require(

@@ -12,7 +12,7 @@ import msgspec
 from jaxserve.client.protocol import Engine
 from jaxserve.errors import RequestFailedError
 from jaxserve.front.metrics import RequestMetrics
-from jaxserve.front.parsed_text import ParsedStep, ParsedText
+from jaxserve.front.parsed_text import ParsedDelta, ParsedText
 from jaxserve.front.requests import CompletionTask
 from jaxserve.ipc.messages import FinishReason, RequestOutput, TokenLogprobs
 from jaxserve.parsing.events import Event
@@ -117,23 +117,23 @@ def _to_delta(
         end_id = task.submit.eos_token_id
         has_end_token = output.stop_reason is not None or token_ids[-1:] == [end_id]
         shown = token_ids[:-1] if has_end_token else token_ids
-    step = detokenizer.push(shown, finished=reason is not None)
+    added = detokenizer.push(shown, finished=reason is not None)
     finish_reason = None if reason is None else FinishReason(reason).name.lower()
     stop_reason = output.stop_reason
-    if step.stop_hit is not None:
-        finish_reason, stop_reason = "stop", step.stop_hit
-        token_ids = token_ids[: step.num_tokens_used]
-        logprobs = None if logprobs is None else logprobs[: step.num_tokens_used]
+    if added.stop_hit is not None:
+        finish_reason, stop_reason = "stop", added.stop_hit
+        token_ids = token_ids[: added.num_tokens_used]
+        logprobs = None if logprobs is None else logprobs[: added.num_tokens_used]
     return Delta(
         task.index,
-        step.text_delta,
+        added.text_delta,
         token_ids,
         logprobs,
         finish_reason,
         stop_reason,
         output.num_cached_tokens,
         output.prompt_logprobs,
-        step.events if isinstance(step, ParsedStep) else None,
-        step.num_reasoning_tokens if isinstance(step, ParsedStep) else 0,
+        added.events if isinstance(added, ParsedDelta) else None,
+        added.num_reasoning_tokens if isinstance(added, ParsedDelta) else 0,
         output.embedding,
     )

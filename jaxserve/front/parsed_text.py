@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jaxserve.parsing.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments
-from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.text.detokenizer import Detokenizer, DetokenizerStep, StopMatcher
+from jaxserve.parsing.parser import MessageParser
+from jaxserve.text.detokenizer import DetokenizedText, Detokenizer, StopMatcher
 from jaxserve.text.tokenizer import Tokenizer
 
 
-class ParsedStep(DetokenizerStep, frozen=True, gc=False):
+class ParsedDelta(DetokenizedText, frozen=True, gc=False):
     """The result of one push.
 
     Attributes:
       text_delta: the text of the content events.
-      stop_hit: as in `DetokenizerStep`.
-      num_tokens_used: as in `DetokenizerStep`.
+      stop_hit: as in `DetokenizedText`.
+      num_tokens_used: as in `DetokenizedText`.
       events: the events that the tokens completed.
       num_reasoning_tokens: how many of the tokens lie in a think block.
     """
@@ -58,7 +58,7 @@ class ParsedText:
         self._include_stop = include_stop
         self._unsearched = min_tokens
 
-    def push(self, token_ids: Sequence[int], *, finished: bool) -> ParsedStep:
+    def push(self, token_ids: Sequence[int], *, finished: bool) -> ParsedDelta:
         """Adds tokens and returns their events. After the last (``finished``) no text is held."""
         out: list[Event] = []
         num_reasoning = 0
@@ -68,16 +68,16 @@ class ParsedText:
             stop = self._take(self._parser.push(text), out) if text else None
             num_reasoning += was_reasoning or self._parser.is_reasoning
             if stop is not None:
-                return _step(out, stop, used, num_reasoning)
+                return _parsed_delta(out, stop, used, num_reasoning)
             self._unsearched -= 1
         if finished:
             tail = self._detokenizer.push((), finished=True).text_delta
             rest = self._parser.push(tail) if tail else []
             stop = self._take([*rest, *self._parser.finish()], out)
             if stop is not None:
-                return _step(out, stop, len(token_ids), num_reasoning)
+                return _parsed_delta(out, stop, len(token_ids), num_reasoning)
             self._flush(out)
-        return _step(out, None, len(token_ids), num_reasoning)
+        return _parsed_delta(out, None, len(token_ids), num_reasoning)
 
     def _take(self, events: Iterable[Event], out: list[Event]) -> str | None:
         """Appends events to ``out`` up to a stop string; returns the stop string, or None."""
@@ -117,6 +117,8 @@ def _append(out: list[Event], event: Event) -> None:
         out.append(event)
 
 
-def _step(events: list[Event], stop: str | None, num_used: int, num_reasoning: int) -> ParsedStep:
+def _parsed_delta(
+    events: list[Event], stop: str | None, num_used: int, num_reasoning: int
+) -> ParsedDelta:
     text = "".join([event.text for event in events if isinstance(event, ContentDelta)])
-    return ParsedStep(text, stop, num_used, events, num_reasoning)
+    return ParsedDelta(text, stop, num_used, events, num_reasoning)

@@ -19,7 +19,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.front.metrics import RequestRecord
 from jaxserve.front.served_model import ServedModel
 from jaxserve.ipc.messages import Submit
-from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.parsing.parser import MessageParser
 from jaxserve.sampling_params import INT64, SamplingParams, check_ids
 
 

@@ -30,7 +30,7 @@ from jaxserve.openai.protocol import (
 )
 from jaxserve.openai.structured_output import read_constraints, with_structural_tag
 from jaxserve.openai.tools import ToolUse, call_id_maker, make_parser, read_tools
-from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.parsing.parser import MessageParser
 from jaxserve.sampling_params import SamplingParams
 
 

@@ -21,7 +21,7 @@ from jaxserve.parsing.events import (
     ToolCallArguments,
     ToolCallStart,
 )
-from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.parsing.parser import MessageParser
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What constrains the text of a completion: response_format and its kin, tools, bad words."""
+"""Reads the constraints of a request: response_format and similar fields, tools, bad words."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.decoding import json_type
 from jaxserve.openai.protocol import GenerationRequest
 from jaxserve.openai.tools import PROMPT_TAIL, ToolUse
-from jaxserve.parsing.answer_frame import answer_frame, marks_of
-from jaxserve.parsing.call_rules import RuleWriter
-from jaxserve.parsing.enforced import call_schema
 from jaxserve.parsing.registry import call_rules, think_rules
 from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_GRAMMAR_CHARS, Grammar
+from jaxserve.structured_output.structural_tag import (
+    RuleWriter,
+    forced_calls_schema,
+    structural_tag,
+    tag_terms,
+)
 
 MAX_BAD_WORD_CHARS = 1000
 """Longest bad word; `MAX_BAD_WORD_TOKENS` limits it once more after encoding."""
@@ -93,23 +96,23 @@ def with_structural_tag(
     """
     if grammar is None:
         return None
-    mark = marks_of(model.tokenizer)
+    tag = tag_terms(model.tokenizer)
     think = calls = ""
     if model.reasoning_parser is not None:
-        think = think_rules(model.reasoning_parser, mark, prompt=prompt[-PROMPT_TAIL:])
+        think = think_rules(model.reasoning_parser, tag, prompt=prompt[-PROMPT_TAIL:])
     if use.choice == "auto":
         assert model.tool_call_parser is not None
         assert use.parameters is not None
-        rules = RuleWriter(use.parameters, parallel=use.parallel, mark=mark)
+        rules = RuleWriter(use.parameters, parallel=use.parallel, tag=tag)
         written = call_rules(model.tool_call_parser, rules)
         if written is None:
             raise InvalidRequestError(
-                f"an answer cannot be held to a grammar and have calls in the form "
+                f"a completion cannot have both a grammar and tool calls in the format "
                 f"{model.tool_call_parser}; send tool_choice 'none' or no grammar",
                 param="tools",
             )
         calls = written
-    return msgspec.structs.replace(grammar, frame=answer_frame(think=think, calls=calls))
+    return msgspec.structs.replace(grammar, structural_tag=structural_tag(think=think, calls=calls))
 
 
 async def _check(text_engine: TextEngine, grammar: Grammar, field: str) -> None:
@@ -138,11 +141,11 @@ def read_grammars(request: GenerationRequest) -> dict[str, Grammar]:
 def tools_grammar(use: ToolUse) -> Grammar:
     """Returns the grammar of a completion that is only tool calls. Raises InvalidRequestError."""
     assert use.parameters is not None
-    schema = json.dumps(call_schema(use.parameters, name=use.name, parallel=use.parallel))
+    schema = json.dumps(forced_calls_schema(use.parameters, name=use.name, parallel=use.parallel))
     if len(schema) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(
-            f"tools: to hold the model to them, their schemas must have at most "
-            f"{MAX_GRAMMAR_CHARS} characters in all, got {len(schema)}",
+            f"tools: to constrain the model to them, their schemas must have at most "
+            f"{MAX_GRAMMAR_CHARS} characters in total, got {len(schema)}",
             param="tools",
         )
     return Grammar("json_schema", schema)

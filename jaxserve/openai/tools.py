@@ -14,9 +14,8 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.front.served_model import ServedModel
 from jaxserve.openai.decoding import wrong_type
 from jaxserve.openai.protocol import ChatRequest
-from jaxserve.parsing.enforced import json_array_calls, named_call
-from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.parsing.parser import Parser
+from jaxserve.parsing.forced_calls import json_array_calls, named_call
+from jaxserve.parsing.parser import MessageParser, Parser
 from jaxserve.parsing.registry import reasoning_parser, tool_parser
 from jaxserve.parsing.scanner import NAME
 

@@ -1,4 +1,4 @@
-"""The form of Hermes, Qwen 2.5 and Qwen 3.
+"""The format of Hermes, Qwen 2.5 and Qwen 3.
 
 <tool_call>
 {"name": "f", "arguments": {"a": 1}}
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 
-from jaxserve.parsing.call_rules import RuleWriter
 from jaxserve.parsing.json_call import json_calls
-from jaxserve.parsing.scanner import Scanner, Steps
+from jaxserve.parsing.scanner import Reading, Scanner
+from jaxserve.structured_output.structural_tag import RuleWriter
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_SURPLUS = re.compile(r"[ \t\r\n}\]]+")  # models miscount the brackets at the end
+_SURPLUS = re.compile(r"[ \t\r\n}\]]+")  # models write too many closing brackets
 
 
-def hermes(scan: Scanner) -> Steps[None]:
+def hermes(scan: Scanner) -> Reading[None]:
+    """Reads calls between tags."""
     tag = ""
     while tag == _OPEN or (yield from scan.find(_OPEN)):
         tag = ""
@@ -32,7 +33,7 @@ def hermes(scan: Scanner) -> Steps[None]:
 
 
 def hermes_rules(rules: RuleWriter) -> str:
-    """For `registry.CALL_RULES`."""
-    first, last = rules.mark(_OPEN), rules.mark(_CLOSE)
+    """Writes the rule ``calls``."""
+    first, last = rules.tag(_OPEN), rules.tag(_CLOSE)
     call = f'{first} "\\n"? {rules.json_call("arguments")} "\\n"? {last}'
     return rules.calls(call, between='"\\n"?')

@@ -1,20 +1,20 @@
-"""Calls written as {"name": ..., "arguments": {...}}, which several formats share."""
+"""Reads calls written as {"name": ..., "arguments": {...}}, which several formats share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from jaxserve.parsing.json_text import decode_string, is_json, json_string, json_value
-from jaxserve.parsing.scanner import NAME, Scanner, Steps
+from jaxserve.parsing.scanner import NAME, Reading, Scanner
 
 _ARGUMENTS = ("arguments", "parameters")
-_HARMLESS = ("id", "type")  # other keys that a call may have
+_OTHER_KEYS = ("id", "type")  # further keys that a call may have
 
 
-def json_calls(scan: Scanner) -> Steps[None]:
-    """Reads one call or an array of them, with white space before it.
+def json_calls(scan: Scanner) -> Reading[None]:
+    """Reads one call or an array of calls, and white space before it.
 
-    Stops at the first wrong character; `Scanner.in_call` tells whether it is within a call.
+    Stops at the first wrong character; `Scanner.in_call` tells whether that is within a call.
     """
     if (yield from scan.seek()) != "[":
         yield from json_call(scan)
@@ -28,11 +28,11 @@ def json_calls(scan: Scanner) -> Steps[None]:
             break
 
 
-def json_call(scan: Scanner) -> Steps[bool]:
-    """Reads one call, with white space before it; whether it was announced.
+def json_call(scan: Scanner) -> Reading[bool]:
+    """Reads one call, and white space before it; returns True if the call began.
 
-    It is when both its name and the beginning of its arguments are there, in any order, or when it
-    has ended without arguments. Further keys are skipped. Stops at the first wrong character.
+    A call begins once its name and the start of its arguments have been read, in any order, or when
+    it ends without arguments. Other keys are skipped. Stops at the first wrong character.
     """
     yield from scan.skip()
     if not (yield from scan.accept("{")):
@@ -43,23 +43,23 @@ def json_call(scan: Scanner) -> Steps[bool]:
         if not (yield from _field(scan, found)):
             return scan.in_call
         if found.name and found.arguments:
-            _send(scan, found.name, found.arguments)
+            _write_call(scan, found.name, found.arguments)
         elif not scan.in_call:
             yield from scan.skip()
             if (yield from scan.accept(",")):
                 continue
             if not found.name or not found.is_plain or not (yield from scan.accept("}")):
                 return False
-            _send(scan, found.name, "{}")
+            _write_call(scan, found.name, "{}")
             return True
     yield from _end(scan)
     return True
 
 
-def stream_object(scan: Scanner) -> Steps[bool]:
-    """Reads a JSON object and passes it on as the arguments of the call that has been announced.
+def stream_object(scan: Scanner) -> Reading[bool]:
+    """Reads a JSON object and passes it on as arguments of the call that has begun.
 
-    The next character is its "{". False at the first wrong character.
+    The next character must be "{". Returns False at the first wrong character.
     """
     scan.drop()
     scan.passes_arguments = True
@@ -73,15 +73,15 @@ def stream_object(scan: Scanner) -> Steps[bool]:
 
 @dataclass
 class _Found:
-    """The fields of a call that has not been announced."""
+    """The fields of a call that has not begun."""
 
     name: str = ""
     arguments: str = ""
-    is_plain: bool = True  # there is no key that a call would not have
+    is_plain: bool = True  # all keys so far are keys of a call
 
 
-def _field(scan: Scanner, found: _Found) -> Steps[bool]:
-    """Reads one key and its value; announces the call if the value is arguments to pass on."""
+def _field(scan: Scanner, found: _Found) -> Reading[bool]:
+    """Reads a key and its value; begins the call if its arguments can be passed on."""
     key = yield from _key(scan)
     if key is None:
         return False
@@ -95,45 +95,45 @@ def _field(scan: Scanner, found: _Found) -> Steps[bool]:
             return (yield from stream_object(scan))
         found.arguments = yield from _held_arguments(scan)
         return bool(found.arguments)
-    found.is_plain = found.is_plain and key in _HARMLESS
+    found.is_plain = found.is_plain and key in _OTHER_KEYS
     return (yield from json_value(scan))
 
 
-def _send(scan: Scanner, name: str, arguments: str) -> None:
+def _write_call(scan: Scanner, name: str, arguments: str) -> None:
     scan.start_call(name)
     scan.out.arguments(arguments)
     scan.out.end_call()
 
 
-def _key(scan: Scanner) -> Steps[str | None]:
+def _key(scan: Scanner) -> Reading[str | None]:
     yield from scan.skip()
-    place = scan.here()
+    start = scan.position()
     if not (yield from json_string(scan)):
         return None
-    key = decode_string(scan.since(place))
+    key = decode_string(scan.since(start))
     yield from scan.skip()
     return key if (yield from scan.accept(":")) else None
 
 
-def _name(scan: Scanner) -> Steps[str]:
-    """Reads the name of a function that can be called; "" if it is not one."""
+def _name(scan: Scanner) -> Reading[str]:
+    """Reads the name of a function that can be called; returns "" for any other value."""
     yield from scan.skip()
-    place = scan.here()
+    start = scan.position()
     if not (yield from json_string(scan)):
         return ""
-    name = decode_string(scan.since(place))
+    name = decode_string(scan.since(start))
     return name if name and NAME.fullmatch(name) and scan.out.knows(name) else ""
 
 
-def _held_arguments(scan: Scanner) -> Steps[str]:
-    """Reads arguments that cannot be passed on yet: before the name, null, or an object in a text.
+def _held_arguments(scan: Scanner) -> Reading[str]:
+    """Reads arguments that cannot be streamed: before the name, null, or an object in a string.
 
-    Returns them as a JSON object, "" if they are none.
+    Returns them as a JSON object, or "" if they are invalid.
     """
-    place = scan.here()
+    start = scan.position()
     if not (yield from json_value(scan)):
         return ""
-    text: str | None = scan.since(place)
+    text: str | None = scan.since(start)
     if text.startswith('"'):
         text = decode_string(text)
     if text is None:
@@ -144,8 +144,8 @@ def _held_arguments(scan: Scanner) -> Steps[str]:
     return text if text.startswith("{") and is_json(text) else ""
 
 
-def _end(scan: Scanner) -> Steps[None]:
-    """Reads what follows the arguments in the object of a call."""
+def _end(scan: Scanner) -> Reading[None]:
+    """Reads the fields after the arguments, and the end of the call."""
     yield from scan.skip()
     while (yield from scan.accept(",")):
         if (yield from _key(scan)) is None or not (yield from json_value(scan)):

@@ -1,4 +1,4 @@
-"""JSON in an answer: strict, piece by piece, without recursion."""
+"""Reads JSON in a completion: strictly, while it arrives, and without recursion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from jaxserve.parsing.scanner import Scanner, Steps, read_whole
+from jaxserve.parsing.scanner import Reading, Scanner, read_whole
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _DIGITS = frozenset("0123456789")
@@ -16,13 +16,13 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 _CLOSING = {"{": "}", "[": "]"}
 
 
-def json_value(scan: Scanner) -> Steps[bool]:
-    """Reads one JSON value, with white space before it; False at the first wrong character.
+def json_value(scan: Scanner) -> Reading[bool]:
+    """Reads a JSON value, and white space before it; returns False at the first wrong character.
 
-    A line break or another control character within a string is wrong in JSON, and models write
-    them: in arguments that are passed on, it is replaced by its escape.
+    JSON forbids line breaks and other control characters in strings, but models write them. In
+    arguments that are passed on, they are replaced by their escapes.
     """
-    closing: list[str] = []  # of the objects and arrays around this place
+    closing: list[str] = []  # brackets of the objects and arrays that are open
     while True:
         char = yield from scan.seek()
         if char in ("{", "["):
@@ -52,8 +52,8 @@ def json_value(scan: Scanner) -> Steps[bool]:
             return True
 
 
-def json_string(scan: Scanner) -> Steps[bool]:
-    """Reads one JSON string; False at the first wrong character."""
+def json_string(scan: Scanner) -> Reading[bool]:
+    """Reads a JSON string; returns False at the first wrong character."""
     if not (yield from scan.accept('"')):
         return False
     while True:
@@ -75,7 +75,7 @@ def json_string(scan: Scanner) -> Steps[bool]:
 
 
 def decode_string(text: str) -> str | None:
-    """The value of a JSON string; None if it is not one, or not made of characters."""
+    """Returns the value of a JSON string; None if it is not one, or has a lone surrogate."""
     try:
         return msgspec.json.decode(text, type=str)
     except msgspec.DecodeError:
@@ -83,12 +83,12 @@ def decode_string(text: str) -> str | None:
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is one JSON value, with white space around it."""
+    """Returns True if a text is one JSON value; white space around it is allowed."""
     return bool(read_whole(text, json_value))
 
 
-def _number(scan: Scanner) -> Steps[bool]:
-    """Reads a JSON number; False at the first wrong character."""
+def _number(scan: Scanner) -> Reading[bool]:
+    """Reads a JSON number; returns False at the first wrong character."""
     yield from scan.accept("-")
     if not (yield from scan.accept("0")) and not (yield from _digits(scan)):
         return False
@@ -102,14 +102,14 @@ def _number(scan: Scanner) -> Steps[bool]:
     return True
 
 
-def _digits(scan: Scanner) -> Steps[bool]:
+def _digits(scan: Scanner) -> Reading[bool]:
     if (yield from scan.peek()) not in _DIGITS:
         return False
     yield from scan.skip(_DIGIT_RUN)
     return True
 
 
-def _key(scan: Scanner) -> Steps[bool]:
+def _key(scan: Scanner) -> Reading[bool]:
     yield from scan.skip()
     if not (yield from json_string(scan)):
         return False
@@ -117,13 +117,13 @@ def _key(scan: Scanner) -> Steps[bool]:
     return (yield from scan.accept(":"))
 
 
-def _scalar(scan: Scanner, char: str) -> Steps[bool]:
+def _scalar(scan: Scanner, char: str) -> Reading[bool]:
     if char in ("t", "f", "n"):
         return bool((yield from scan.match("true", "false", "null")))
     return (yield from _number(scan))
 
 
-def _escape(scan: Scanner) -> Steps[bool]:
+def _escape(scan: Scanner) -> Reading[bool]:
     char = yield from scan.peek()
     if char not in _ESCAPES:
         return False

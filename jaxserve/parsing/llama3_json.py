@@ -1,22 +1,23 @@
-"""The form of Llama 3: <|python_tag|>{"name": ..., "parameters": ...}; {...}, the tag optional.
+"""The format of Llama 3: <|python_tag|>{"name": ..., "parameters": ...}; {...}, the tag optional.
 
-An object without the tag is a call only at the beginning of the answer or right after a call:
-anywhere else it is as likely an example in prose.
+An object without the tag is a call only at the beginning of the completion or right after a call:
+anywhere else it may as well be an example in prose.
 """
 
 from __future__ import annotations
 
 import re
 
-from jaxserve.parsing.call_rules import RuleWriter
 from jaxserve.parsing.json_call import json_call
-from jaxserve.parsing.scanner import Scanner, Steps
+from jaxserve.parsing.scanner import Reading, Scanner
+from jaxserve.structured_output.structural_tag import RuleWriter
 
 _TAG = "<|python_tag|>"
 _BETWEEN = re.compile(r"[ \t\r\n;]+")
 
 
-def llama3_json(scan: Scanner) -> Steps[None]:
+def llama3_json(scan: Scanner) -> Reading[None]:
+    """Reads calls separated by semicolons."""
     yield from scan.skip()
     while True:
         if (yield from scan.peek()) == "{" and (yield from json_call(scan)):
@@ -31,6 +32,6 @@ def llama3_json(scan: Scanner) -> Steps[None]:
 
 
 def llama3_json_rules(rules: RuleWriter) -> str:
-    """For `registry.CALL_RULES`."""
-    before = f"{rules.mark(_TAG)}?"
+    """Writes the rule ``calls``."""
+    before = f"{rules.tag(_TAG)}?"
     return rules.calls(rules.json_call("parameters"), before=before, between='"; "')

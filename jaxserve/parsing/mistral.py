@@ -1,21 +1,22 @@
-"""The forms of Mistral.
+"""The two formats of Mistral.
 
     [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
     [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}
 
-In the second one, [CALL_ID] and an id may follow the name, and [ARGS] may be left out.
+In the second, [CALL_ID] and an ID may follow the name, and [ARGS] is optional.
 """
 
 from __future__ import annotations
 
-from jaxserve.parsing.call_rules import RuleWriter
 from jaxserve.parsing.json_call import json_calls, stream_object
-from jaxserve.parsing.scanner import NAME, Scanner, Steps
+from jaxserve.parsing.scanner import NAME, Reading, Scanner
+from jaxserve.structured_output.structural_tag import RuleWriter
 
 _CALLS, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
-def mistral(scan: Scanner) -> Steps[None]:
+def mistral(scan: Scanner) -> Reading[None]:
+    """Reads calls in either format."""
     while (yield from scan.find(_CALLS)):
         if (yield from scan.seek()) in ("[", "{"):
             yield from json_calls(scan)
@@ -23,7 +24,7 @@ def mistral(scan: Scanner) -> Steps[None]:
             yield from _named(scan)
 
 
-def _named(scan: Scanner) -> Steps[None]:
+def _named(scan: Scanner) -> Reading[None]:
     name = yield from scan.run(NAME)
     if not scan.out.knows(name):
         return
@@ -40,6 +41,6 @@ def _named(scan: Scanner) -> Steps[None]:
 
 
 def mistral_rules(rules: RuleWriter) -> str:
-    """For `registry.CALL_RULES`: the first form, which every model of the family has seen."""
-    before = f'{rules.mark(_CALLS)} "["'
+    """Writes the rule ``calls`` for the first format, which every Mistral model has seen."""
+    before = f'{rules.tag(_CALLS)} "["'
     return rules.calls(rules.json_call("arguments"), before=before, between='", "', after='"]"')

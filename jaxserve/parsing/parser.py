@@ -1,26 +1,26 @@
-"""The parser of one answer, whatever the format."""
+"""Parsers of one completion: of one format, and of a think block followed by content and calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxserve.parsing.event_writer import EventWriter
-from jaxserve.parsing.events import ContentDelta, Event
-from jaxserve.parsing.scanner import Scanner, Steps
+from jaxserve.parsing.events import ContentDelta, Event, EventWriter
+from jaxserve.parsing.scanner import Reading, Scanner
 
-Format = Callable[[Scanner], Steps[None]]
-"""Reads an answer from beginning to end."""
+Format = Callable[[Scanner], Reading[None]]
+"""Reads a completion from beginning to end."""
 
 
 class Parser:
-    """Runs a format over the text of one answer.
+    """Reads the text of one completion in one format.
 
     Args:
-      format: the form that the text is in.
-      tools: the names that can be called -> JSON schemas of their parameters; text that would call
-        another is content. None: any name can be called.
-      calls_only: there is no content: what is no call is the beginning of one that was cut off.
+      format: the format of the text.
+      tools: names of the functions that can be called -> JSON schemas of their parameters. A call
+        of any other function is content. None: any function can be called.
+      calls_only: the completion has no content. Text outside calls is the beginning of a call that
+        was cut off, and is dropped.
     """
 
     def __init__(
@@ -33,35 +33,35 @@ class Parser:
         self._calls_only = calls_only
         self._out = EventWriter(tools)
         self._scan = Scanner(self._out)
-        self._steps = _read(format, self._scan)
+        self._reading = _read(format, self._scan)
 
     @property
     def num_calls(self) -> int:
-        """How many calls have been announced."""
+        """Number of calls that have begun."""
         return self._out.num_calls
 
     @property
     def num_complete_calls(self) -> int:
-        """How many calls have whole arguments."""
+        """Number of calls whose arguments are complete."""
         return self._out.num_complete_calls
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text that comes next is reasoning, or ends it."""
+        """True if the next text is in a think block; its end tag counts as inside."""
         return self._scan.is_reasoning
 
     def push(self, text: str) -> list[Event]:
-        """The events that the next piece of text makes certain. Not to be called after `finish`."""
+        """Adds text and returns the events that are certain now. Not allowed after `finish`."""
         self._scan.feed(text)
         return self._run()
 
     def finish(self) -> list[Event]:
-        """The events of text that was held back until now: the answer has ended."""
+        """Ends the text and returns the events of the text that was held back."""
         self._scan.close()
         return self._run()
 
     def _run(self) -> list[Event]:
-        next(self._steps, None)
+        next(self._reading, None)
         if self._scan.passes_arguments:
             self._scan.pass_arguments()
         events = self._out.take()
@@ -70,8 +70,54 @@ class Parser:
         return events
 
 
-def _read(format: Format, scan: Scanner) -> Steps[None]:
+def _read(format: Format, scan: Scanner) -> Reading[None]:
     yield from format(scan)
     if (yield from scan.more()):
         yield from scan.rest()
     scan.settle()
+
+
+class MessageParser:
+    """Reads a think block, and then content and calls.
+
+    Args:
+      reasoning: the parser of the think block; None: there is none.
+      calls: the parser of the text after the think block; None: all of that text is content.
+    """
+
+    def __init__(self, reasoning: Parser | None, calls: Parser | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    @property
+    def num_complete_calls(self) -> int:
+        """Number of calls whose arguments are complete."""
+        return 0 if self._calls is None else self._calls.num_complete_calls
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True if the next text is in a think block; its end tag counts as inside."""
+        return self._reasoning is not None and self._reasoning.is_reasoning
+
+    def push(self, text: str) -> list[Event]:
+        """Adds text and returns the events that are certain now. Not allowed after `finish`."""
+        if self._reasoning is not None:
+            return self._pass_on(self._reasoning.push(text))
+        return self._pass_on([ContentDelta(text)] if text else [])
+
+    def finish(self) -> list[Event]:
+        """Ends the text and returns the events of the text that was held back."""
+        events = [] if self._reasoning is None else self._pass_on(self._reasoning.finish())
+        return events if self._calls is None else events + self._calls.finish()
+
+    def _pass_on(self, events: list[Event]) -> list[Event]:
+        """Replaces content by its events according to the parser of calls."""
+        if self._calls is None:
+            return events
+        passed: list[Event] = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                passed += self._calls.push(event.text)
+            else:
+                passed.append(event)
+        return passed

@@ -1,4 +1,4 @@
-"""Python literals in an answer, as JSON: strings, numbers, True, False, None, lists and dicts."""
+"""Reads Python literals as JSON: strings, numbers, True, False, None, lists and dicts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 
 from jaxserve.parsing.json_text import is_json
-from jaxserve.parsing.scanner import Scanner, Steps
+from jaxserve.parsing.scanner import Reading, Scanner
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"[": "]", "{": "}"}
@@ -20,13 +20,13 @@ _NUM_HEX = {"x": 2, "u": 4, "U": 8}
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
-def python_literal(scan: Scanner) -> Steps[str]:
-    """Reads one literal, with white space before it, and returns its JSON text.
+def python_literal(scan: Scanner) -> Reading[str]:
+    """Reads one literal, and white space before it, and returns its JSON text.
 
-    "" at the first wrong character. The words and numbers of JSON are taken too.
+    Returns "" at the first wrong character. Also accepts the constants and numbers of JSON.
     """
     parts: list[str] = []
-    closing: list[str] = []  # of the lists and dicts around this place
+    closing: list[str] = []  # brackets of the lists and dicts that are open
     while True:
         char = yield from scan.seek()
         if char in ("[", "{"):
@@ -61,13 +61,13 @@ def python_literal(scan: Scanner) -> Steps[str]:
             return "".join(parts)
 
 
-def _key(scan: Scanner) -> Steps[str]:
+def _key(scan: Scanner) -> Reading[str]:
     key = yield from _string(scan)
     yield from scan.skip()
     return f"{key}: " if key and (yield from scan.accept(":")) else ""
 
 
-def _scalar(scan: Scanner, char: str) -> Steps[str]:
+def _scalar(scan: Scanner, char: str) -> Reading[str]:
     if char in ("'", '"'):
         return (yield from _string(scan))
     word = yield from scan.run(_WORD)
@@ -75,7 +75,7 @@ def _scalar(scan: Scanner, char: str) -> Steps[str]:
     return word if is_json(word) else ""
 
 
-def _string(scan: Scanner) -> Steps[str]:
+def _string(scan: Scanner) -> Reading[str]:
     quote = yield from scan.peek()
     if quote not in _PLAIN:
         return ""
@@ -89,13 +89,13 @@ def _string(scan: Scanner) -> Steps[str]:
         if escape is None:
             return ""
         parts.append(escape)
-    # Halves of a surrogate pair may have been written as two escapes; a lone one is no character.
+    # The model may write the halves of a surrogate pair as two escapes. A lone half is replaced.
     units = "".join(parts).encode("utf-16-le", "surrogatepass")
     return json.dumps(units.decode("utf-16-le", "replace"), ensure_ascii=False)
 
 
-def _escape(scan: Scanner) -> Steps[str | None]:
-    """Reads a backslash and what it stands for; None if it is wrong, or there is none."""
+def _escape(scan: Scanner) -> Reading[str | None]:
+    """Reads an escape sequence and returns its character; None if it is missing or invalid."""
     if not (yield from scan.accept("\\")):
         return None
     char = yield from scan.peek()

@@ -1,6 +1,6 @@
-"""The form of Llama 4 and others: a Python list of calls, [f(a=1), g(b="x")].
+"""The format of Llama 4 and others: a Python list of calls, [f(a=1), g(b="x")].
 
-It is one only at the beginning of the answer, or after <|python_start|>.
+A list is read as calls only at the beginning of the completion, or after <|python_start|>.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 
 from jaxserve.parsing.python_literal import python_literal
-from jaxserve.parsing.scanner import NAME, Scanner, Steps
+from jaxserve.parsing.scanner import NAME, Reading, Scanner
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 
 
-def pythonic(scan: Scanner) -> Steps[None]:
+def pythonic(scan: Scanner) -> Reading[None]:
+    """Reads lists of calls."""
     yield from scan.skip()
     while True:
         if (yield from scan.peek()) == "[":
@@ -23,7 +24,7 @@ def pythonic(scan: Scanner) -> Steps[None]:
         yield from scan.skip()
 
 
-def _calls(scan: Scanner) -> Steps[None]:
+def _calls(scan: Scanner) -> Reading[None]:
     scan.advance()
     while (yield from _call(scan)):
         yield from scan.skip()
@@ -35,8 +36,8 @@ def _calls(scan: Scanner) -> Steps[None]:
             scan.drop()
 
 
-def _call(scan: Scanner) -> Steps[bool]:
-    """Reads one call, with white space before it, and announces it when it is whole."""
+def _call(scan: Scanner) -> Reading[bool]:
+    """Reads one call, and white space before it; the call begins when all of it has been read."""
     yield from scan.skip()
     name = yield from scan.run(NAME)
     if name:

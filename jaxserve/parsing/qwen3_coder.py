@@ -1,4 +1,4 @@
-"""The form of Qwen 3 Coder: tags around the name and around each value.
+"""The format of Qwen 3 Coder: tags around the name and around each value.
 
     <tool_call>
     <function=f>
@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-A value is plain text; its type is that of the tool's JSON schema. The outer tags are sometimes left
-out by the model, and so are the ends of a value or of a function that the next tag makes clear.
+A value is plain text; the JSON schema of the tool gives its type. The model sometimes leaves out
+the outer tags, and the end tag of a value or function where the next tag implies it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.parsing.call_rules import RuleWriter, quoted
-from jaxserve.parsing.scanner import NAME, Scanner, Steps
-from jaxserve.parsing.typed_text import property_types, typed_json
-from jaxserve.structured_output.grammar import json_term
+from jaxserve.parsing.json_text import is_json
+from jaxserve.parsing.python_literal import python_literal
+from jaxserve.parsing.scanner import NAME, Reading, Scanner, read_whole
+from jaxserve.structured_output.structural_tag import RuleWriter, json_term, quoted
 
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _KEY = re.compile(r"[^<>\n]+")
 
+_MAX_DEPTH = 8  # of references and alternatives that are followed
+_KINDS = {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+_TYPES = {
+    **{str: "string", bool: "boolean", int: "integer", float: "number"},
+    **{list: "array", dict: "object", type(None): "null"},
+}
 
-def qwen3_coder(scan: Scanner) -> Steps[None]:
+
+def qwen3_coder(scan: Scanner) -> Reading[None]:
+    """Reads functions, with or without tags around them."""
     tag = ""
     while tag or (tag := (yield from scan.find(_CALL, _FUNCTION))):
         if tag == _CALL:
@@ -49,8 +57,8 @@ def qwen3_coder(scan: Scanner) -> Steps[None]:
             tag = ""
 
 
-def _function(scan: Scanner) -> Steps[str]:
-    """Reads a function up to its end; the tag that ended it, "" if it is not well-formed."""
+def _function(scan: Scanner) -> Reading[str]:
+    """Reads a function; returns the tag that ended it, or "" if it is malformed."""
     name = yield from scan.run(NAME)
     if not (yield from scan.accept(">")) or not scan.out.knows(name):
         return ""
@@ -81,9 +89,74 @@ def _function(scan: Scanner) -> Steps[str]:
             tag = ""
 
 
+def typed_json(text: str, parameters: Mapping[str, Any], key: str) -> str:
+    """Returns the JSON text of a value.
+
+    A text in JSON or Python syntax becomes that value if the schema allows its type or does not
+    mention the key. Any other text becomes a string.
+
+    Args:
+      text: the value as the model wrote it.
+      parameters: the JSON schema of an object.
+      key: the name of the property.
+    """
+    types = property_types(parameters, key)
+    if types != {"string"}:
+        value = text.strip()
+        spelled = value if is_json(value) else read_whole(value, python_literal)
+        if spelled and not spelled.startswith('"') and (not types or _kinds(spelled) & types):
+            return spelled
+    return json.dumps(text, ensure_ascii=False)
+
+
+def property_types(parameters: Mapping[str, Any], key: str) -> set[str]:
+    """Returns the types that the schema of an object allows for a property; empty: any type."""
+    properties = parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    return _types(schema, parameters, _MAX_DEPTH)
+
+
+def _kinds(spelled: str) -> set[str]:
+    """Returns the types of a JSON text."""
+    kind = _KINDS.get(spelled[0])
+    if kind is not None:
+        return {kind}
+    return {"number"} if any(char in spelled for char in ".eE") else {"integer", "number"}
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    """Returns the types that a schema allows; empty: any type."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return set()
+    if isinstance(schema.get("$ref"), str):
+        return _types(_target(schema["$ref"], root), root, depth - 1)
+    types = schema.get("type")
+    if isinstance(types, str):
+        return {types}
+    if isinstance(types, list):
+        return {name for name in types if isinstance(name, str)}
+    if "const" in schema:
+        return {_TYPES[type(schema["const"])]}
+    if isinstance(schema.get("enum"), list):
+        return {_TYPES[type(value)] for value in schema["enum"]}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            found = [_types(part, root, depth - 1) for part in schema[key]]
+            return set().union(*found) if all(found) else set()
+    return set()
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> Any:
+    """Resolves a reference within a schema, such as #/$defs/name; None if its target is missing."""
+    target: Any = root
+    for key in reference.removeprefix("#").split("/")[1:]:
+        target = target.get(key) if isinstance(target, Mapping) else None
+    return target
+
+
 def qwen3_coder_rules(rules: RuleWriter) -> str:
-    """For `registry.CALL_RULES`. Of texts the schema is not looked at beyond their choices."""
-    first, last = rules.mark(_CALL), rules.mark(_END_CALL)
+    """Writes the rule ``calls``. Of the schema of a string, only ``enum`` is enforced."""
+    first, last = rules.tag(_CALL), rules.tag(_END_CALL)
     functions = " | ".join(f"function_{i}" for i in range(len(rules.tools)))
     written = rules.calls(f'{first} "\\n"? ({functions}) "\\n"? {last}', between='"\\n"?')
     for i, (name, parameters) in enumerate(rules.tools.items()):
@@ -94,7 +167,7 @@ def qwen3_coder_rules(rules: RuleWriter) -> str:
 
 
 def _values(parameters: Mapping[str, Any]) -> list[str]:
-    """What may stand for each property of a schema, in their order."""
+    """Returns a term for each property of a schema, in order."""
     properties, required = parameters.get("properties"), parameters.get("required")
     if not isinstance(properties, Mapping):
         return []
@@ -108,7 +181,7 @@ def _values(parameters: Mapping[str, Any]) -> list[str]:
 
 
 def _value(parameters: Mapping[str, Any], key: str, schema: Any) -> str:
-    """A value and the end of it."""
+    """Returns the term for a value and its end tag."""
     if property_types(parameters, key) != {"string"}:
         definitions = {k: v for k, v in parameters.items() if k in ("$defs", "definitions")}
         term = json_term({**schema, **definitions} if isinstance(schema, Mapping) else {})

@@ -1,28 +1,28 @@
-"""Think blocks: <think>reasoning</think>answer.
+"""Think blocks: <think>reasoning</think>content.
 
-White space at both ends of the block and before the answer is dropped. A block that the text ends
-in is reasoning to the end. Tags anywhere else are ordinary text.
+White space at both ends of the block and before the content is dropped. If the text ends within the
+block, all of it is reasoning. Tags anywhere else are ordinary text.
 """
 
 from __future__ import annotations
 
-from jaxserve.parsing.call_rules import Terminal
-from jaxserve.parsing.scanner import Scanner, Steps
+from jaxserve.parsing.scanner import Reading, Scanner
+from jaxserve.structured_output.structural_tag import TagTerm
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
-def qwen3(scan: Scanner, prompt: str) -> Steps[None]:
-    """The answer may begin with a block, or be within one if the prompt has opened it."""
+def qwen3(scan: Scanner, prompt: str) -> Reading[None]:
+    """Reads a completion that may begin with a block, or within one that the prompt opened."""
     return _read(scan, prompt.rstrip().endswith(_OPEN))
 
 
-def deepseek_r1(scan: Scanner, prompt: str) -> Steps[None]:
-    """The answer begins within a block, opened or not, unless the prompt has closed it."""
+def deepseek_r1(scan: Scanner, prompt: str) -> Reading[None]:
+    """Reads a completion that begins within a block, opened or not, unless the prompt closed it."""
     return _read(scan, not prompt.rstrip().endswith(_CLOSE))
 
 
-def _read(scan: Scanner, is_open: bool) -> Steps[None]:
+def _read(scan: Scanner, is_open: bool) -> Reading[None]:
     yield from scan.skip()
     if is_open:
         scan.drop()
@@ -40,23 +40,23 @@ def _read(scan: Scanner, is_open: bool) -> Steps[None]:
     yield from scan.rest()
 
 
-def qwen3_rules(mark: Terminal, prompt: str) -> str:
-    """For `registry.THINK_RULES`."""
+def qwen3_rules(tag: TagTerm, prompt: str) -> str:
+    """Writes the rule ``think``; "" if the prompt closed the block."""
     prompt = prompt.rstrip()
     if prompt.endswith(_CLOSE):
         return ""
-    return _rules(mark, "{}" if prompt.endswith(_OPEN) else f"({mark(_OPEN)} {{}})?")
+    return _rules(tag, "{}" if prompt.endswith(_OPEN) else f"({tag(_OPEN)} {{}})?")
 
 
-def deepseek_r1_rules(mark: Terminal, prompt: str) -> str:
-    """For `registry.THINK_RULES`."""
-    return "" if prompt.rstrip().endswith(_CLOSE) else _rules(mark, f"{mark(_OPEN)}? {{}}")
+def deepseek_r1_rules(tag: TagTerm, prompt: str) -> str:
+    """Writes the rule ``think``; "" if the prompt closed the block."""
+    return "" if prompt.rstrip().endswith(_CLOSE) else _rules(tag, f"{tag(_OPEN)}? {{}}")
 
 
-def _rules(mark: Terminal, think: str) -> str:
-    """The rule ``think``, in which {} is a block after its opening mark."""
-    end = mark(_CLOSE)
-    if end.startswith("<"):  # a special token, which is in no text
+def _rules(tag: TagTerm, think: str) -> str:
+    """Writes the rule ``think`` from a template in which {} is a block after its start tag."""
+    end = tag(_CLOSE)
+    if end.startswith("<"):  # a special token, which no text contains
         block, thought = f"thought {end}", "thought"
     else:
         block, thought = "thought", f"thought[suffix={end}]"

@@ -1,4 +1,4 @@
-"""Which module reads which format, and which format a chat template asks for."""
+"""The parsers and rules of all formats by name, and the formats that a chat template implies."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.parsing.call_rules import RuleWriter, Terminal
 from jaxserve.parsing.parser import Parser
+from jaxserve.structured_output.structural_tag import RuleWriter, TagTerm
 
-# Name of a format -> "module:function", imported when it is needed.
+# Name of a format -> "module:function", imported on first use.
 TOOL_PARSERS: dict[str, str] = {
     "hermes": "jaxserve.parsing.hermes:hermes",
     "llama3_json": "jaxserve.parsing.llama3_json:llama3_json",
@@ -19,7 +19,7 @@ TOOL_PARSERS: dict[str, str] = {
     "pythonic": "jaxserve.parsing.pythonic:pythonic",
     "qwen3_coder": "jaxserve.parsing.qwen3_coder:qwen3_coder",
 }
-# The same for the rules that hold a model to a format, where it has any: see `answer_frame`.
+# The rules of formats for structural tags. A format without rules has no line here.
 CALL_RULES: dict[str, str] = {
     "hermes": "jaxserve.parsing.hermes:hermes_rules",
     "llama3_json": "jaxserve.parsing.llama3_json:llama3_json_rules",
@@ -37,35 +37,35 @@ THINK_RULES: dict[str, str] = {
 
 
 def tool_parser(name: str, tools: Mapping[str, Mapping[str, Any]] | None = None) -> Parser:
-    """A parser of the calls in one answer.
+    """Returns a parser of the calls in one completion.
 
     Args:
-      name: of a format, a key of `TOOL_PARSERS`.
-      tools: the functions that can be called -> JSON schemas of their parameters. What would call
-        another one is content. None: any name can be called.
+      name: name of a format, a key of `TOOL_PARSERS`.
+      tools: names of the functions that can be called -> JSON schemas of their parameters. A call
+        of any other function is content. None: any function can be called.
 
     Raises:
-      ConfigError: there is no format of this name.
+      ConfigError: no format has this name.
     """
     return Parser(_lookup(TOOL_PARSERS, name, "tool call parser"), tools=tools)
 
 
 def reasoning_parser(name: str, *, prompt: str = "") -> Parser:
-    """A parser of the think block of one answer.
+    """Returns a parser of the think block of one completion.
 
     Args:
-      name: of a format, a key of `REASONING_PARSERS`.
+      name: name of a format, a key of `REASONING_PARSERS`.
       prompt: the rendered prompt, or its last characters: it may have opened or closed the block.
 
     Raises:
-      ConfigError: there is no format of this name.
+      ConfigError: no format has this name.
     """
     read = _lookup(REASONING_PARSERS, name, "reasoning parser")
     return Parser(functools.partial(read, prompt=prompt))
 
 
 def call_rules(name: str, rules: RuleWriter) -> str | None:
-    """The rule ``calls`` of a format, for `answer_frame`; None if it cannot be held to.
+    """Returns the rule ``calls`` of a format, for `structural_tag`; None if it has no rules.
 
     Raises:
       InvalidRequestError: a schema with references is nested too deeply.
@@ -73,17 +73,24 @@ def call_rules(name: str, rules: RuleWriter) -> str | None:
     return _lookup(CALL_RULES, name, "tool call parser")(rules) if name in CALL_RULES else None
 
 
-def think_rules(name: str, mark: Terminal, *, prompt: str) -> str:
-    """The rule ``think`` of a format, for `answer_frame`; empty if the prompt leaves no room for a
-    block. Arguments as for `reasoning_parser`.
+def think_rules(name: str, tag: TagTerm, *, prompt: str) -> str:
+    """Returns the rule ``think`` of a format, for `structural_tag`; "" if no block can follow.
+
+    Args:
+      name: name of a format, a key of `THINK_RULES`.
+      tag: writes the tags of the format.
+      prompt: the rendered prompt, or its last characters: it may have opened or closed the block.
+
+    Raises:
+      ConfigError: no format has this name.
     """
-    return _lookup(THINK_RULES, name, "reasoning parser")(mark, prompt)
+    return _lookup(THINK_RULES, name, "reasoning parser")(tag, prompt)
 
 
 def detect_tool_parser(chat_template: str) -> str | None:
-    """The format in which a chat template has the model write calls; None if none is known."""
+    """Returns the format of calls that a chat template asks for; None if it is unknown."""
     if "<tool_call>" in chat_template:
-        if "<arg_key>" in chat_template:  # GLM: like neither of the two
+        if "<arg_key>" in chat_template:  # GLM, whose format is neither of the two
             return None
         return "qwen3_coder" if "<function=" in chat_template else "hermes"
     if "[TOOL_CALLS]" in chat_template:
@@ -96,7 +103,7 @@ def detect_tool_parser(chat_template: str) -> str | None:
 
 
 def detect_reasoning_parser(chat_template: str) -> str | None:
-    """The kind of think block that a chat template is written for; None if for none."""
+    """Returns the format of the think blocks of a chat template; None if it has no think tags."""
     if "<think>" not in chat_template and "</think>" not in chat_template:
         return None
     return "deepseek_r1" if "<｜Assistant｜>" in chat_template else "qwen3"
@@ -104,6 +111,6 @@ def detect_reasoning_parser(chat_template: str) -> str | None:
 
 def _lookup(parsers: Mapping[str, str], name: str, what: str) -> Any:
     if name not in parsers:
-        raise ConfigError(f"no {what} is called {name!r}; there are {', '.join(sorted(parsers))}")
+        raise ConfigError(f"unknown {what} {name!r}; expected one of {', '.join(sorted(parsers))}")
     module, function = parsers[name].split(":")
     return getattr(importlib.import_module(module), function)

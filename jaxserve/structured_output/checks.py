@@ -1,4 +1,4 @@
-"""Checks the grammars of requests without holding up others."""
+"""Checks the grammars of requests without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from jaxserve.structured_output.worker import GrammarWorker
 from jaxserve.text.tokenizer import Tokenizer
 
 AT_A_TIME = 2
-"""Checks that run at the same time: one may take seconds, and processors have other work too."""
+"""Maximum number of concurrent checks: one may take seconds of a processor that others need too."""
 
 NUM_KEPT = 256
-"""Sound grammars that are remembered: clients send the same ones again and again."""
+"""Number of valid grammars in the cache: clients send the same ones again and again."""
 
 
 class GrammarChecks:
-    """`structured.check_grammar` beside the loop, once for each grammar.
+    """Runs `check_grammar` in worker processes, once for each grammar.
 
     Args:
-      tokenizer: of the model.
-      vocab_size: width of its logits.
+      tokenizer: the tokenizer of the model.
+      vocab_size: width of the logits.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._turns = asyncio.Semaphore(AT_A_TIME)
+        self._free = asyncio.Semaphore(AT_A_TIME)
         self._idle: list[GrammarWorker] = []
-        self._sound: OrderedDict[Grammar, None] = OrderedDict()
+        self._valid: OrderedDict[Grammar, None] = OrderedDict()
 
     async def check(self, grammar: Grammar) -> None:
-        """Raises InvalidRequestError, without a ``param``, if it cannot be followed."""
+        """Raises InvalidRequestError, without a ``param``, unless the grammar can be followed."""
         if grammar.kind == "json_object":
-            return  # nothing in it comes from the request
-        if grammar in self._sound:
-            self._sound.move_to_end(grammar)
+            return  # the request contributes nothing to this grammar
+        if grammar in self._valid:
+            self._valid.move_to_end(grammar)
             return
-        await self._turns.acquire()
+        await self._free.acquire()
         worker = self._idle.pop() if self._idle else self._new_worker()
         checking = asyncio.create_task(asyncio.to_thread(worker.check, grammar))
 
         def done(task: asyncio.Task[None]) -> None:
             self._idle.append(worker)
-            self._turns.release()
+            self._free.release()
             if not task.cancelled():
-                task.exception()  # seen, also if nobody waits for it any more
+                task.exception()  # mark it as retrieved, in case nobody awaits the task any more
 
         checking.add_done_callback(done)
-        # A check goes on when who asked for it has left, and its turn with it.
+        # A check is not cancelled with its request; it keeps its semaphore permit until it is done.
         await asyncio.shield(checking)
-        self._sound[grammar] = None
-        if len(self._sound) > NUM_KEPT:
-            self._sound.popitem(last=False)
+        self._valid[grammar] = None
+        if len(self._valid) > NUM_KEPT:
+            self._valid.popitem(last=False)
 
     def _new_worker(self) -> GrammarWorker:
         return GrammarWorker(self._tokenizer, self._vocab_size)

@@ -1,4 +1,4 @@
-"""Requests whose grammar is being compiled. Others go on meanwhile."""
+"""Holds requests while their grammars are compiled, so that other requests run meanwhile."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jaxserve.ipc.messages import Submit
 logger = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 30.0
-"""How long a request waits for its grammar."""
+"""Maximum time to compile the grammar of a request."""
 
 Compile = Callable[[Submit], Future[Constraint]]
-"""Starts to make the constraint of a request."""
+"""Starts to compile the grammar of a request."""
 
 
 @dataclass(slots=True)
@@ -29,10 +29,10 @@ class _Entry:
 
 
 class CompilingRequests:
-    """Holds requests until their constraint is there.
+    """Requests that wait for their `Constraint`.
 
     Args:
-      compile: called once for each request.
+      compile: starts to compile the grammar of a request; called once for each request.
     """
 
     def __init__(self, compile: Compile) -> None:
@@ -46,26 +46,26 @@ class CompilingRequests:
         return request_id in self._entries
 
     def add(self, submit: Submit) -> None:
-        """Takes a request, whose id is not in use here."""
+        """Adds a request. Its ID must not be that of another waiting request."""
         assert submit.request_id not in self._entries
         self._entries[submit.request_id] = _Entry(submit, self._compile(submit))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drops requests. Unknown ids are ignored."""
+        """Removes requests. Unknown IDs are ignored."""
         for request_id in request_ids:
             entry = self._entries.pop(request_id, None)
             if entry is not None:
                 entry.future.cancel()
 
     def take(self, now: float) -> tuple[list[tuple[Submit, Constraint]], list[str]]:
-        """Gives out the requests that have waited enough.
+        """Removes and returns the requests whose compilation has ended.
 
         Args:
-          now: seconds; the time of a request counts from the first call that sees it.
+          now: seconds; the time limit of a request counts from the first call that sees it.
 
         Returns:
-          (those that are ready, in the order of their arrival; the ids of those that have no
-          constraint, because it cannot be made or takes too long).
+          (the requests with a constraint, in the order of their arrival; the IDs of the requests
+          whose grammar cannot be compiled or takes too long to compile).
         """
         ready: list[tuple[Submit, Constraint]] = []
         failed: list[str] = []
@@ -91,6 +91,6 @@ class CompilingRequests:
         return ready, failed
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until one of them is ready, but no longer than ``timeout_s``."""
+        """Waits until a compilation has ended, at most ``timeout_s``."""
         futures = [entry.future for entry in self._entries.values()]
         concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_COMPLETED)

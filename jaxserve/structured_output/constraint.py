@@ -1,4 +1,4 @@
-"""Grammars that requests have to obey: compiled in threads, followed one token at a time."""
+"""Compiles the grammars of requests in threads, and follows them token by token."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from jaxserve.core.plan import Constraint
 from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar
-from jaxserve.structured_output.grammar import MAX_SPACES, Vocabulary, first_error, is_json
+from jaxserve.structured_output.grammar import MAX_SPACES, first_error, is_json, make_matcher
+from jaxserve.structured_output.vocabulary import Vocabulary
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
 NUM_CACHED = 64
-"""Compiled grammars that are kept for requests to come."""
+"""Number of compiled grammars in the cache."""
 
 TOKEN_TIME_S = 0.05
-"""What a token of a grammar may take of a step, which all requests wait for."""
+"""Time for a token of a grammar that is not counted. All requests of a step wait for it."""
 
 MAX_EXTRA_TIME_S = 1.0
-"""How much more the tokens of one request may take together before it is ended. The first tokens
-take the longest: what has been found out about a grammar is kept."""
+"""Maximum time that the tokens of a request take in total beyond `TOKEN_TIME_S` each; then the
+request ends. The first tokens take the longest, because llguidance caches states of a grammar."""
 
 ALL = 0xFFFFFFFF
 COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
-"""How a matcher stops when the text is complete; otherwise it has run into a limit."""
+"""Stop reasons of a matcher for a complete text. Any other reason is a limit of llguidance."""
 
 
 class GrammarCompiler:
-    """Makes the constraints of requests, in threads of its own.
+    """Makes the constraints of requests in its own threads.
 
     Args:
-      load_tokenizer: called once, when the first grammar comes.
+      load_tokenizer: loads the tokenizer of the model; called once, for the first grammar.
       vocab_size: width of the logits.
     """
 
@@ -57,7 +58,7 @@ class GrammarCompiler:
     def start(self, submit: Submit) -> Future[Constraint]:
         """Starts to compile the grammar of a request.
 
-        The future raises InvalidRequestError if that is not possible.
+        The future raises InvalidRequestError if the grammar is invalid.
         """
         return self._threads.submit(self._make, submit)
 
@@ -71,7 +72,7 @@ class GrammarCompiler:
             if matcher is not None:
                 self._compiled.move_to_end(grammar)
         if matcher is None:
-            matcher = self._vocabulary.matcher(grammar)
+            matcher = make_matcher(grammar, self._vocabulary)
             if matcher.is_error():
                 raise InvalidRequestError(first_error(matcher))
             with self._lock:
@@ -91,13 +92,13 @@ class GrammarCompiler:
 
 
 class GrammarConstraint:
-    """Follows one answer with a matcher of its grammar. Implements `Constraint`.
+    """Follows one completion with a matcher of its grammar. Implements `Constraint`.
 
     Args:
-      matcher: at the beginning; belongs to this constraint.
-      vocabulary: that the matcher was made for.
-      end_ids: tokens that may end the answer where the grammar lets it end.
-      max_spaces: bytes of whitespace in a row, or None for what the grammar allows.
+      matcher: a matcher in its initial state, which this constraint may change.
+      vocabulary: the vocabulary that the matcher was made for.
+      end_ids: tokens that may end the completion wherever the grammar allows an end.
+      max_spaces: maximum number of successive whitespace bytes; None: no limit beyond the grammar.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class GrammarConstraint:
         return None
 
     def _fill(self, mask: np.ndarray) -> None:
-        """Sets what may come next in mask u32[num_words]; nothing if there is trouble."""
+        """Writes the tokens that may come next into mask u32[num_words]; none after an error."""
         self._vocabulary.fill(self._matcher, mask)
         if self._matcher.is_error():
             mask.fill(0)
@@ -161,7 +162,7 @@ class GrammarConstraint:
                 mask[:] = other
         eos = self._vocabulary.eos_token_id
         if eos not in self._end_ids:
-            # Where nothing else is left, the text is complete and this is how it ends.
+            # If no other token is left, the text is complete and only this token can end it.
             _clear(mask, eos)
             if not mask.any():
                 _set(mask, eos)
@@ -171,20 +172,23 @@ class GrammarConstraint:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Ends the request if its grammar takes too much of the time of this thread."""
+        """Fails the constraint once its tokens have taken too much time of this thread."""
         start = time.thread_time()
         yield
         self._extra_time_s += max(time.thread_time() - start - TOKEN_TIME_S, 0)
         if self._extra_time_s > MAX_EXTRA_TIME_S:
-            self._fail(f"its tokens took {self._extra_time_s:.1f} s longer than they may")
+            self._fail(f"its tokens exceeded their time by {self._extra_time_s:.1f} s in total")
 
     def _fail(self, why: str) -> None:
-        logger.error("a request cannot follow its grammar any more: %s", why)
+        logger.error("a request can no longer follow its grammar: %s", why)
         self._failed = True
 
 
 def _end_ids(submit: Submit, vocabulary: Vocabulary) -> frozenset[int]:
-    """The request's end tokens. A stop id that shows text is left to the grammar."""
+    """Returns the end tokens of a request: its EOS and those of its stop tokens that are no text.
+
+    The grammar alone decides about stop tokens that are text.
+    """
     stop_ids = submit.params.stop_token_ids
     ids = {i for i in stop_ids if i in vocabulary.special_ids}
     if submit.eos_token_id is not None and submit.eos_token_id < len(vocabulary.tokens):

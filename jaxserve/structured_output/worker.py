@@ -1,12 +1,12 @@
-"""Checks grammars in a process of its own, which is lost when one takes too much time or memory.
+"""Checks grammars in a separate process, which ends if a check takes too much time or memory.
 
-What compiles grammars can be made to work for hours, or to fill the memory, by a few characters,
-and a thread cannot be stopped. The process limits itself, so nobody has to watch it: the system
-ends it when a check goes beyond `CHECK_TIME_S` of processor time, and it ends when its standard
-input does. The next check starts another one.
+A few characters can keep the compiler of grammars busy for hours, or make it fill the memory, and a
+thread cannot be stopped. The process limits itself, so it needs no supervision: the kernel kills it
+when a check exceeds `CHECK_TIME_S` of processor time, and it exits when its standard input closes.
+The next check starts a new process.
 
-It is told the tokens of the model when it starts, and checks with what it has made of them: a
-vocabulary like that of an engine, so that what passes can be compiled there.
+The process receives the tokens of the model first and makes a vocabulary like that of an engine, so
+that an engine can compile every grammar that passes the check.
 """
 
 from __future__ import annotations
@@ -28,36 +28,38 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import Grammar
-from jaxserve.structured_output.grammar import TokenSource, Vocabulary, check_grammar, name_of
+from jaxserve.structured_output.grammar import check_grammar, name_of
+from jaxserve.structured_output.vocabulary import TokenSource, Vocabulary
 
 logger = logging.getLogger(__name__)
 
 CHECK_TIME_S = 2
-"""Seconds of processor time for one check, rounded up to the next whole second of the process."""
+"""Processor time for one check, rounded up to the next whole second of the process."""
 
 CHECK_MEMORY_BYTES = 1 << 30
-"""Address space that checks may add to that of the process with its vocabulary."""
+"""Address space that checks may use in addition to the process with its vocabulary."""
 
 MAX_KEPT_BYTES = 192 << 20
-"""A process to which checks have added more than this ends, so that its memory is given back."""
+"""The process exits once checks have added more resident memory than this, to release it."""
 
 START_TIME_S = 30
-"""Seconds of processor time for the vocabulary, of which 150,000 tokens take less than one."""
+"""Processor time for making the vocabulary; 150,000 tokens take less than 1 s."""
 
-PATIENCE_S = 60.0
-"""A process that does not answer in this time is ended. It can only be waiting for a processor."""
+REPLY_TIMEOUT_S = 60.0
+"""The process is killed if it does not reply in this time. Its limits on processor time are far
+lower, so it can only be waiting for a processor."""
 
 LENGTH_BYTES = 8
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """The tokens of a model, as far as checks need them. Implements `TokenSource`.
+    """The part of a tokenizer that checks need. Implements `TokenSource`.
 
     Attributes:
-      texts: of all tokens.
-      eos_token_id: the end token, if there is one.
-      special_ids: tokens that are no text.
-      byte_ids: the tokens of a single byte.
+      texts: the bytes of each token.
+      eos_token_id: ID of the end token, or None.
+      special_ids: IDs of the tokens that stand for no text.
+      byte_ids: the tokens of a single byte -> their IDs.
     """
 
     texts: list[bytes]
@@ -67,7 +69,7 @@ class Tokens(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, tokenizer: TokenSource) -> Tokens:
-        """Those of a tokenizer."""
+        """Copies the tokens of a tokenizer."""
         special = tokenizer.special_ids
         texts = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
         ids = {text: i for i, text in enumerate(texts) if len(text) == 1 and i not in special}
@@ -79,26 +81,28 @@ class Tokens(msgspec.Struct, frozen=True):
         return len(self.texts)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token."""
+        """Returns the bytes of a token."""
         return self.texts[token_id]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of single bytes: where a text is cut has no part in whether a grammar is sound."""
+        """Splits a text into bytes: whether a grammar is valid does not depend on tokenization."""
         singles = (bytes([b]) for b in text.encode())
         return [self.byte_ids[b] for b in singles if b in self.byte_ids]
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The first message to the process: of what to make a `Vocabulary`."""
+    """The first message to the process: the arguments of `Vocabulary`."""
 
     tokens: Tokens
     vocab_size: int
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What is wrong with the grammar, if anything; and whether the process ends with it.
+class Verdict(msgspec.Struct, frozen=True):
+    """The result of a check; the reply to `Start` is an empty one.
 
-    Also says that the vocabulary is there.
+    Attributes:
+      error: why the grammar cannot be followed; None if it can.
+      is_last: whether the process exits after this reply.
     """
 
     error: str | None = None
@@ -106,13 +110,13 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class GrammarWorker:
-    """`structured.check_grammar`, with an end to its time and memory.
+    """Runs `check_grammar` with limits on its time and memory.
 
-    The process is started by the first check and ended with this object.
+    The first check starts the process; it ends with this object.
 
     Args:
-      tokenizer: of the model.
-      vocab_size: width of its logits.
+      tokenizer: the tokenizer of the model.
+      vocab_size: width of the logits.
     """
 
     def __init__(self, tokenizer: TokenSource, vocab_size: int) -> None:
@@ -122,22 +126,24 @@ class GrammarWorker:
         self._stop: Callable[[], object] = lambda: None
 
     def check(self, grammar: Grammar) -> None:
-        """Waits for the result. One check at a time.
+        """Raises InvalidRequestError unless the grammar can be followed; blocks.
+
+        Only one thread at a time may call this.
 
         Raises:
-          InvalidRequestError: the grammar cannot be followed, or is too much work.
-          RuntimeError: no grammar can be checked.
+          InvalidRequestError: the grammar cannot be followed, or takes too much work.
+          RuntimeError: the process cannot be started.
         """
-        answer = _ask(self._running(), grammar)
-        if answer is None or answer.is_last:
+        verdict = _ask(self._running(), grammar)
+        if verdict is None or verdict.is_last:
             self._stop()
-        if answer is None:
+        if verdict is None:
             logger.warning("the check of a %s took too much time or memory", grammar.kind)
             raise InvalidRequestError(
                 f"{name_of(grammar)}: it takes too much time or memory to compile"
             )
-        if answer.error is not None:
-            raise InvalidRequestError(answer.error)
+        if verdict.error is not None:
+            raise InvalidRequestError(verdict.error)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -154,30 +160,30 @@ class GrammarWorker:
         return Start(Tokens.of(self._tokenizer), self._vocab_size)
 
 
-def _ask(process: subprocess.Popen[bytes], question: Start | Grammar) -> Answer | None:
-    """What the process says, or None if it ends instead."""
+def _ask(process: subprocess.Popen[bytes], message: Start | Grammar) -> Verdict | None:
+    """Sends a message and returns the reply, or None if the process ends instead."""
     assert process.stdin is not None
     assert process.stdout is not None
-    timer = threading.Timer(PATIENCE_S, process.kill)
+    timer = threading.Timer(REPLY_TIMEOUT_S, process.kill)
     timer.start()
     try:
         with contextlib.suppress(BrokenPipeError):
-            _write(process.stdin, msgspec.msgpack.encode(question))
+            _write(process.stdin, msgspec.msgpack.encode(message))
         reply = _read(process.stdout)
     finally:
         timer.cancel()
-    return None if reply is None else msgspec.msgpack.decode(reply, type=Answer)
+    return None if reply is None else msgspec.msgpack.decode(reply, type=Verdict)
 
 
 def _start() -> subprocess.Popen[bytes]:
     module_path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
-    # What is given back to the system is seen by the limit on memory only with one arena.
+    # With one arena, freed memory leaves the address space, which the limit on memory counts.
     environment = {**os.environ, "PYTHONPATH": module_path, "MALLOC_ARENA_MAX": "1"}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "jaxserve.structured_output.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # the last words of the library, when its memory is at an end
+        stderr=subprocess.DEVNULL,  # the message of llguidance when it runs out of memory
         env=environment,
         start_new_session=True,
     )
@@ -188,7 +194,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for stream in (process.stdin, process.stdout):
         assert stream is not None
-        with contextlib.suppress(BrokenPipeError):  # there was a question in it
+        with contextlib.suppress(BrokenPipeError):  # an unsent message was left in the buffer
             stream.close()
 
 
@@ -198,16 +204,16 @@ def _write(stream: IO[bytes], data: bytes) -> None:
 
 
 def _read(stream: IO[bytes]) -> bytes | None:
-    """The next message, or None at the end."""
+    """Returns the next message, or None at the end of the stream."""
     head = stream.read(LENGTH_BYTES)
     data = stream.read(int.from_bytes(head, "little")) if len(head) == LENGTH_BYTES else None
     return data or None
 
 
 def main() -> None:
-    """Answers the questions of standard input on standard output until there are no more."""
-    questions, replies = sys.stdin.buffer, sys.stdout.buffer
-    data = _read(questions)
+    """Checks the grammars that arrive on standard input and replies on standard output."""
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+    data = _read(requests)
     if data is None:
         return
     _limit_time(START_TIME_S)
@@ -216,8 +222,8 @@ def main() -> None:
     address_space, resident_at_start = _memory()
     if address_space:
         _limit(resource.RLIMIT_AS, address_space + CHECK_MEMORY_BYTES)
-    _write(replies, msgspec.msgpack.encode(Answer()))
-    while (data := _read(questions)) is not None:
+    _write(replies, msgspec.msgpack.encode(Verdict()))
+    while (data := _read(requests)) is not None:
         grammar = msgspec.msgpack.decode(data, type=Grammar)
         _limit_time(CHECK_TIME_S)
         error = None
@@ -227,22 +233,21 @@ def main() -> None:
             error = refusal.message
         _, resident = _memory()
         is_last = resident - resident_at_start > MAX_KEPT_BYTES
-        _write(replies, msgspec.msgpack.encode(Answer(error, is_last)))
+        _write(replies, msgspec.msgpack.encode(Verdict(error, is_last)))
         if is_last:
             return
 
 
 def _limit_time(seconds: int) -> None:
-    """From now on; rounded up to the next whole second of the process."""
+    """Limits processor time from now on, rounded up to the next whole second of the process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + seconds)
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of address space, and of what is in memory; zeros where there is no way to know.
+    """Returns (bytes of address space, bytes of resident memory); zeros without /proc.
 
-    The most that was ever in memory will not do: it begins with that of the process which started
-    this one.
+    The peak of resident memory would not do: a new process inherits it from its parent.
     """
     statm = Path("/proc/self/statm")
     sizes = statm.read_text().split()[:2] if statm.exists() else ("0", "0")

@@ -1,4 +1,5 @@
 """Text and tokens: the tokenizer, the incremental detokenizer and the chat template.
 
-Knows neither requests nor engines. Never imports jax or transformers.
+Knows neither requests nor engines. Never imports jax; imports transformers only to
+convert a tokenizer that has no tokenizer.json.
 """

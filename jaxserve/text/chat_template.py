@@ -1,10 +1,10 @@
-"""Renders chat templates: jinja programs that come with a model, so not to be trusted.
+"""Renders chat templates: untrusted jinja programs that come with a model, never from a client.
 
-The language is the one that transformers gives them: the sandbox, loop controls, the helpers
-``raise_exception``, ``strftime_now``, ``tojson``, and the ``generation`` tag, which marks text of
-the assistant and changes nothing here. What a template may do is limited in text, in loop turns and
-calls, and in time, which is looked at between its steps: a single step, such as padding a text to a
-thousand million characters, has no limit. A template comes with the model, and never from a client.
+The language is that of transformers: the sandbox, loop controls, the helpers ``raise_exception``,
+``strftime_now`` and ``tojson``, and the ``generation`` tag, which marks text of the assistant and
+has no effect here. The output, the loop iterations and calls, and the processor time are limited.
+The time is checked between operations, so a single operation, such as padding a string to a billion
+characters, has no limit.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.text import template_content
 
 MAX_OUTPUT_CHARS = 16_000_000
-"""Longest text that a template may make, as a whole or by repeating."""
+"""Maximum length of the rendered prompt, and of each string or list that a template makes."""
 
 MAX_LOOP_TURNS = 2_000_000
-"""Turns of all loops of one rendering together, and calls."""
+"""Maximum number of loop iterations and calls in one rendering."""
 
 MAX_RENDER_TIME_S = 5.0
-"""Processor time of one rendering."""
+"""Maximum processor time of one rendering."""
 
-TURNS_PER_LOOK = 64
-"""How often the time is looked at."""
+TURNS_PER_TIME_CHECK = 64
+"""Loop iterations and calls between two checks of the time."""
 
 MAX_POWER_BITS = 100_000
-"""Size of the largest power of integers."""
+"""Maximum number of bits of a power of integers."""
 
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
@@ -60,19 +59,19 @@ def render_chat(
     special_tokens: Mapping[str, str],
     **variables: Any,
 ) -> str:
-    """The prompt that messages become.
+    """Returns the prompt for a list of messages.
 
     Args:
       template: jinja source.
-      messages: plain JSON values; those with ``content`` null or missing get an empty text. A
-        template that goes over the parts of a content gets texts as lists of one part.
-      add_generation_prompt: end with the beginning of the assistant's answer.
-      tools: function descriptions, as plain JSON values.
+      messages: plain JSON values. A ``content`` that is null or missing becomes "". If the template
+        loops over the parts of a content, a string becomes a list of one part.
+      add_generation_prompt: end with the beginning of the assistant's message.
+      tools: function definitions, as plain JSON values.
       special_tokens: ``bos_token`` and so on; missing ones render as nothing.
-      **variables: further variables, such as ``enable_thinking``. They override nothing.
+      **variables: further variables, such as ``enable_thinking``. They override no other variable.
 
     Raises:
-      InvalidRequestError: the template refused the messages, in its own words, or failed.
+      InvalidRequestError: the template rejected the messages, with its own message, or failed.
     """
     try:
         compiled, wants_parts = _compile(template)
@@ -92,7 +91,7 @@ def render_chat(
         raise _refusal(f"the chat template is not valid: line {error.lineno}: {error}") from error
     except _Refused as error:
         raise _refusal(str(error)) from error
-    except Exception as error:  # a template is a program: it can fail in any way
+    except Exception as error:  # a template is a program and can fail in any way
         raise _refusal(f"the chat template failed: {type(error).__name__}: {error}") from error
 
 
@@ -101,10 +100,10 @@ def _refusal(message: str) -> InvalidRequestError:
 
 
 def _fill(message: Mapping[str, Any], wants_parts: bool) -> dict[str, Any]:
-    """A message as templates expect it.
+    """Returns a message in the form that templates expect.
 
-    Nulls are left out, as templates would show them as the text "None". Reasoning has had several
-    names; templates read the first, and those of gpt-oss the second.
+    Nulls are left out, because templates would render them as "None". Reasoning has several names:
+    most templates read the first of `REASONING_NAMES`, those of gpt-oss the second.
     """
     filled = {key: value for key, value in message.items() if value is not None}
     content = filled.setdefault("content", "")
@@ -131,7 +130,7 @@ def _check_length(length: int) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _compile(template: str) -> tuple[jinja2.Template, bool]:
-    """The program, and whether it wants the content of messages as parts."""
+    """Returns the compiled template, and whether it needs the content of messages as parts."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -142,12 +141,38 @@ def _compile(template: str) -> tuple[jinja2.Template, bool]:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _Namespace
-    wants_parts = template_content.wants_parts(environment.parse(template))
+    wants_parts = _wants_parts(environment.parse(template))
     return environment.from_string(template), wants_parts
 
 
+def _wants_parts(template: nodes.Template) -> bool:
+    """Returns True if a template loops over the content of messages and cannot render a string.
+
+    A template that tests whether the content is a string can render one.
+    """
+    if any(test.name == "string" for test in template.find_all(nodes.Test)):
+        return False
+    names = {
+        assigned.target.name
+        for assigned in template.find_all(nodes.Assign)
+        if isinstance(assigned.target, nodes.Name) and _is_content(assigned.node)
+    }
+    return any(_is_content(loop.iter, names) for loop in template.find_all(nodes.For))
+
+
+def _is_content(value: nodes.Node | None, names: set[str] | frozenset[str] = frozenset()) -> bool:
+    """Returns True for ``x.content``, ``x['content']``, or a variable with one of these names."""
+    while isinstance(value, nodes.Filter):
+        value = value.node
+    if isinstance(value, nodes.Getattr):
+        return value.attr == "content"
+    if isinstance(value, nodes.Getitem):
+        return isinstance(value.arg, nodes.Const) and value.arg.value == "content"
+    return isinstance(value, nodes.Name) and value.name in names
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with limits on what a template can make out of little."""
+    """The sandbox, with limits on operations that make large values out of small ones."""
 
     intercepted_binops = frozenset({"*", "**", "+"})
 
@@ -171,15 +196,15 @@ class _Environment(ImmutableSandboxedEnvironment):
                 raise SecurityError(f"a number has more than {MAX_POWER_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
-    # Positional, as a template may name its own arguments as it likes.
+    # The names of these parameters must not clash with those that a template gives its arguments.
     def call(__self, __context: Context, __called: Any, *args: Any, **named: Any) -> Any:
-        """Calls a function, macro or method for a template."""
+        """Calls a function, macro or method of a template, and counts the call."""
         __context.parent[_TURNS].take()
         return super().call(__context, __called, *args, **named)
 
 
 class _Concats(NodeTransformer):
-    """Makes a filter, which has a limit, of each ``~``."""
+    """Replaces each ``~`` by a filter with a limit."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         parts = nodes.List([self.visit(part) for part in node.nodes], lineno=node.lineno)
@@ -193,26 +218,26 @@ def _concat(parts: list[Any]) -> str:
 
 
 class _Turns:
-    """Loop turns and time left in one rendering."""
+    """The loop iterations, calls and time that one rendering has left."""
 
     def __init__(self) -> None:
         self._left = MAX_LOOP_TURNS
         self._end = time.thread_time() + MAX_RENDER_TIME_S
 
     def take(self) -> None:
-        """Takes one of them. Raises SecurityError if there is none."""
+        """Uses up one iteration or call. Raises SecurityError if none is left, or no time."""
         self._left -= 1
         if self._left < 0:
             raise SecurityError(f"it looped more than {MAX_LOOP_TURNS} times")
-        if self._left % TURNS_PER_LOOK == 0 and time.thread_time() > self._end:
+        if self._left % TURNS_PER_TIME_CHECK == 0 and time.thread_time() > self._end:
             raise SecurityError(f"it took more than {MAX_RENDER_TIME_S:g} s")
 
 
 @jinja2.pass_context
 def _count_turns(context: Context, items: Any) -> Any:
-    """Wraps what a ``for`` goes over."""
+    """Counts the iterations over the values of a ``for``."""
     if isinstance(items, Undefined):
-        return items  # empty, or an error: as the environment has it
+        return items  # the environment decides whether this is empty or an error
     return _counted(items, context.parent[_TURNS])
 
 
@@ -237,9 +262,9 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(Namespace):
-    """Variables that survive a loop, without names that reach into Python."""
+    """Variables that outlive a loop; their names cannot reach Python internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # so that a variable can be called "self"
+    def __init__(*args: Any, **kwargs: Any) -> None:  # allows a variable named "self"
         self, rest = args[0], args[1:]
         attributes = dict(*rest, **kwargs)
         for name in attributes:
@@ -257,7 +282,7 @@ def _check_name(name: Any) -> None:
 
 
 class _Refused(jinja2.TemplateError):
-    """The template itself will not have the messages."""
+    """The template called ``raise_exception``."""
 
 
 def _raise_exception(message: str) -> None:
@@ -275,7 +300,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Like the filter of jinja, but without escapes for HTML."""
+    """Converts to JSON as jinja's filter does, but without escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, with stop strings."""
+"""Turns token IDs into text while they arrive, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 from jaxserve.text.tokenizer import Tokenizer
 
 
-class DetokenizerStep(msgspec.Struct, frozen=True, gc=False):
-    """What one push adds.
+class DetokenizedText(msgspec.Struct, frozen=True, gc=False):
+    """The result of one push.
 
     Attributes:
-      text_delta: text that is now certain; can be empty.
-      stop_hit: the stop string that ended the answer, or None.
-      num_tokens_used: how many of the tokens just pushed belong to the answer: all of them, or with
-        a stop string those up to and including the one that completed it.
+      text_delta: the text that is certain now; may be empty.
+      stop_hit: the stop string that ended the completion, or None.
+      num_tokens_used: how many of the pushed tokens belong to the completion: all of them, or up to
+        and including the token that completed the stop string.
     """
 
     text_delta: str
@@ -26,34 +26,34 @@ class DetokenizerStep(msgspec.Struct, frozen=True, gc=False):
 
 
 class NullDetokenizer:
-    """Stands for a `Detokenizer` where no text is wanted."""
+    """Replaces a `Detokenizer` if a request wants no text."""
 
-    def push(self, token_ids: Sequence[int], *, finished: bool) -> DetokenizerStep:
-        """No text of any tokens."""
-        return DetokenizerStep("", None, len(token_ids))
+    def push(self, token_ids: Sequence[int], *, finished: bool) -> DetokenizedText:
+        """Returns no text."""
+        return DetokenizedText("", None, len(token_ids))
 
 
 class Detokenizer:
-    """The text of one answer as its tokens arrive.
+    """Turns the tokens of one completion into text while they arrive.
 
     The joined deltas do not depend on how the tokens are divided into pushes. Without a stop string
-    they are what decoding the bytes of all tokens at once gives, where bytes that are no character
-    become U+FFFD; the bytes of an unfinished character are held back. No leading space is taken
-    off, since the text goes on after a prompt.
+    they equal the bytes of all tokens decoded at once, where invalid bytes become U+FFFD. The bytes
+    of an unfinished character are held back. A leading space stays, because the text continues a
+    prompt.
 
-    Stop strings are looked for after each token, in the characters completed by tokens after the
-    first ``min_tokens``. The one that begins earliest wins, then the one named first. The
-    text ends before it, or after it with ``include_stop``. Text is held back only while it could
-    begin a stop string.
+    Each token is searched for stop strings, in the characters that tokens after the first
+    ``min_tokens`` complete. The stop string that begins first wins; among those that begin
+    together, the first of ``stop``. The text ends before the stop string, or after it with
+    ``include_stop``. Text is held back only while it may be the beginning of a stop string.
 
-    The token that ended the answer for another reason, an end token or a stop id, should be pushed
-    only if its text is wanted.
+    Push the token that ended the completion for another reason (EOS or a stop token) only if its
+    text is wanted.
 
     Args:
-      tokenizer: gives the bytes of the tokens.
+      tokenizer: the tokenizer of the model.
       skip_special_tokens: leave special tokens out of the text.
-      stop: texts that end the answer, none of them empty.
-      include_stop: keep the stop string.
+      stop: stop strings, none of them empty.
+      include_stop: keep the stop string in the text.
       min_tokens: number of tokens, over all pushes, whose text is not searched.
     """
 
@@ -66,33 +66,34 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._pieces = tokenizer.pieces(skip_special_tokens=skip_special_tokens)
+        self._token_texts = tokenizer.token_texts(skip_special_tokens=skip_special_tokens)
         self._matcher = StopMatcher(stop) if stop else None
         self._include_stop = include_stop
         self._unsearched = min_tokens
-        self._bytes = b""  # the beginning of a character
+        self._bytes = b""  # the beginning of an unfinished character
         self._done = False
 
-    def push(self, token_ids: Sequence[int], *, finished: bool) -> DetokenizerStep:
-        """Adds tokens. ``finished`` says that they are the last, so that nothing is held back.
+    def push(self, token_ids: Sequence[int], *, finished: bool) -> DetokenizedText:
+        """Adds tokens and returns the text that is certain now.
 
-        After a stop string or ``finished`` nothing may be pushed.
+        If they are the last tokens (``finished``), no text is held back. Nothing may be pushed
+        after that, or after a stop string.
         """
         assert not self._done, "pushed after the end"
         if self._matcher is not None:
             return self._push_searched(token_ids, self._matcher, finished)
         if len(token_ids) == 1 and not self._bytes and not finished:
-            piece = self._pieces[token_ids[0]]
-            if isinstance(piece, str):
-                return DetokenizerStep(piece, None, 1)
+            text = self._token_texts[token_ids[0]]
+            if isinstance(text, str):
+                return DetokenizedText(text, None, 1)
         text = "".join([self._text(token_id) for token_id in token_ids])
         if finished:
             text += self._flush()
-        return DetokenizerStep(text, None, len(token_ids))
+        return DetokenizedText(text, None, len(token_ids))
 
     def _push_searched(
         self, token_ids: Sequence[int], matcher: StopMatcher, finished: bool
-    ) -> DetokenizerStep:
+    ) -> DetokenizedText:
         deltas = []
         for used, token_id in enumerate(token_ids, 1):
             text = self._text(token_id)
@@ -105,14 +106,14 @@ class Detokenizer:
             if stop is not None:
                 self._done = True
                 deltas.append(stop if self._include_stop else "")
-                return DetokenizerStep("".join(deltas), stop, used)
+                return DetokenizedText("".join(deltas), stop, used)
         if finished:
             deltas.append(matcher.held + self._flush())
-        return DetokenizerStep("".join(deltas), None, len(token_ids))
+        return DetokenizedText("".join(deltas), None, len(token_ids))
 
     def _text(self, token_id: int) -> str:
-        """The text that is complete with this token."""
-        piece = self._pieces[token_id]
+        """Returns the characters that a token completes."""
+        piece = self._token_texts[token_id]
         if isinstance(piece, str):
             if not self._bytes:
                 return piece
@@ -123,20 +124,21 @@ class Detokenizer:
         return text
 
     def _flush(self) -> str:
-        """Ends the text: the replacement for a character that was never finished."""
+        """Ends the text; returns U+FFFD if a character is unfinished."""
         self._done = True
         return self._bytes.decode(errors="replace")
 
 
 class StopMatcher:
-    """Finds the first of several texts in a stream of text.
+    """Finds the first of several stop strings in a stream of text.
 
-    For each stop string it keeps how many of its characters the text so far ends with (the way of
-    Knuth, Morris and Pratt), so the time that a character takes does not depend on their length.
-    While no stop string has begun, and the new text has no first character of one, nothing is done.
+    For each stop string, the matcher keeps how many of its characters the text so far ends with
+    (the Knuth-Morris-Pratt algorithm), so the time for a character does not depend on the length of
+    the stop strings. Text without the first character of any stop string takes no work while no
+    stop string has begun.
 
     Attributes:
-      held: the end of the text, which could begin a stop string.
+      held: the end of the text, which may be the beginning of a stop string.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -144,12 +146,12 @@ class StopMatcher:
         self._stops = stops
         self._firsts = frozenset(stop[0] for stop in stops)
         self._matched = [0] * len(stops)
-        # For each n, how much is still matched when the character after n matched ones is wrong.
-        # Grown as far as the text has matched: a stop string can be long, and most are never begun.
+        # For each n: how many characters still match if the one after n matched ones does not. The
+        # lists grow with the longest match, since stop strings can be long and rarely begin.
         self._fallbacks = [[0, 0] for _ in stops]
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Adds text. Returns the text before a stop string, and that string if found."""
+        """Adds text; returns the certain text before a stop string, and the stop string or None."""
         if not self.held and self._firsts.isdisjoint(text):
             return text, None
         whole = self.held + text
@@ -164,7 +166,7 @@ class StopMatcher:
         return whole[:certain], None
 
     def _ends(self, text: str) -> list[tuple[int, int]]:
-        """Which stop strings are completed in new text: (index, end in held + text)."""
+        """Returns (index, end in held + text) of each stop string that the new text completes."""
         ends = []
         num_held = len(self.held)
         for i, stop in enumerate(self._stops):
@@ -175,13 +177,13 @@ class StopMatcher:
                 matched = _advance(stop, fallback, matched, char)
                 if matched == len(stop):
                     ends.append((i, at))
-                    break  # a later match of the same text begins later
+                    break  # a later match of the same stop string begins later
             self._matched[i] = matched
         return ends
 
 
 def _advance(stop: str, fallback: list[int], matched: int, char: str) -> int:
-    """How many characters of ``stop`` are matched after one more character."""
+    """Returns how many characters of ``stop`` match after one more character."""
     while matched and stop[matched] != char:
         matched = fallback[matched]
     if stop[matched] != char:

@@ -1,8 +1,12 @@
-"""The bytes that a token of a vocabulary stands for.
+"""Maps the name of a token in a vocabulary to the bytes that the token stands for.
 
-Byte-level vocabularies (GPT-2, Llama 3, Qwen) write every byte as a letter of its own. Those in the
-manner of sentencepiece (Llama 2, Mistral) write text, with a mark for a space, and have tokens such
-as ``<0x0A>`` for bytes that no other token covers.
+Byte-level vocabularies (GPT-2, Llama 3, Qwen) write every byte as one character. Sentencepiece
+vocabularies (Llama 2, Mistral) write text, with `SPACE_MARK` for a space, and have tokens such as
+``<0x0A>`` for bytes that no other token covers.
+
+The `tokenizers` package has no public way to read how a tokenizer decodes. Only this module uses
+the private one, ``decoder.__getstate__()``; pyproject.toml bounds the version of the package, and
+tests/text/test_token_bytes.py fails if the state changes.
 """
 
 from __future__ import annotations
@@ -22,37 +26,40 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_rule(backend: Backend) -> tuple[Callable[[str], bytes], bool]:
-    """How the bytes of a token follow from its name, and whether decoding strips a first space.
+    """Reads from the decoder of a backend which bytes the name of a token stands for.
+
+    Returns:
+      (function from the name of a token to its bytes, whether decoding strips a leading space).
 
     Raises:
-      CheckpointError: the backend decodes in a way that is not supported.
+      CheckpointError: the decoder of the backend is not supported.
     """
     decoder: dict[str, Any] = (
         json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
     )
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    kinds = {step["type"] for step in steps}
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = {part["type"] for part in parts}
     if kinds == {"ByteLevel"}:
         return _byte_level, False
-    replaced = [(step["pattern"], step["content"]) for step in steps if step["type"] == "Replace"]
+    replaced = [(part["pattern"], part["content"]) for part in parts if part["type"] == "Replace"]
     only_spaces = all(pair == ({"String": SPACE_MARK}, " ") for pair in replaced)
     if only_spaces and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         strips = any(
-            (step["type"] == "Strip" and step["content"] == " " and step["start"] == 1)
-            or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
-            for step in steps
+            (part["type"] == "Strip" and part["content"] == " " and part["start"] == 1)
+            or (part["type"] == "Metaspace" and part.get("prepend_scheme") != "never")
+            for part in parts
         )
         return _with_byte_fallback if "ByteFallback" in kinds else _spaced, strips
     raise CheckpointError(
-        f"the tokenizer decodes with {sorted(kinds)}, which is not supported; expected byte-level "
-        "or sentencepiece style"
+        f"the tokenizer decodes with {sorted(kinds)}, which is not supported; expected a "
+        "byte-level or sentencepiece tokenizer"
     )
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The characters that stand for the 256 bytes in byte-level vocabularies.
+    """Returns the byte that each of the 256 characters of a byte-level vocabulary stands for.
 
-    Printable Latin-1 characters stand for themselves, the others are moved up from U+0100 on.
+    Printable Latin-1 characters stand for themselves; the other bytes are written from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = sorted(set(range(256)) - set(printable))
@@ -67,7 +74,7 @@ _BYTE_OF = byte_level_alphabet()
 def _byte_level(token: str) -> bytes:
     try:
         return bytes([_BYTE_OF[char] for char in token])
-    except KeyError:  # not in the alphabet, so it can only be meant as it is written
+    except KeyError:  # not in the alphabet, so the name is plain text
         return token.encode()
 
 

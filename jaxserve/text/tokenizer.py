@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Turns text into token IDs and back."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.text.token_bytes import byte_rule
 
 MAX_IDS = 2**32
-"""The backend takes ids below this."""
+"""The backend accepts IDs below this."""
 
 
-class Pieces(dict[int, "str | bytes"]):
+class TokenTextCache(dict[int, "str | bytes"]):
     """The text of each token, filled on first use.
 
-    A token whose bytes are whole characters is a ``str``. One that holds a part of a character is
-    its ``bytes``. Hidden tokens and ids that are no token are ``""``.
+    The text is a ``str`` if the bytes of the token are whole characters, else ``bytes``. Hidden
+    tokens and unknown IDs have the text ``""``.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], hidden: frozenset[int]) -> None:
@@ -35,30 +35,30 @@ class Pieces(dict[int, "str | bytes"]):
             piece: str | bytes = data.decode()
         except UnicodeDecodeError:
             piece = data
-        if data:  # ids that are no token are without number: do not keep them
+        if data:  # unknown IDs are unlimited in number, so they are not cached
             self[token_id] = piece
         return piece
 
 
 class Tokenizer:
-    """Encodes and decodes, and knows the exact bytes of every token.
+    """Encodes and decodes text, and knows the exact bytes of every token.
 
-    Safe to use from several threads; encoding releases the GIL.
+    Several threads may use it at once; encoding releases the GIL.
 
     Args:
-      backend: a byte-level tokenizer, or one in the manner of sentencepiece. It is changed: named
-        special tokens become special in it, and it no longer truncates or pads.
-      special_tokens: names as in tokenizer_config.json (``bos_token``...) to the tokens' text.
+      backend: a byte-level or sentencepiece tokenizer. It is modified: ``special_tokens`` become
+        special in it, and it no longer truncates or pads.
+      special_tokens: names as in tokenizer_config.json (``bos_token``...) -> text of the token.
       chat_template: jinja source, or None.
-      add_bos: whether encoding puts the ``bos_token`` first; None: what the backend does.
+      add_bos: whether encoding puts the ``bos_token`` first; None: as the backend does.
 
     Attributes:
       special_tokens: as given.
       chat_template: as given.
-      special_ids: ids of the tokens that `decode` leaves out of the text.
+      special_ids: IDs of the tokens that `decode` leaves out of the text by default.
 
     Raises:
-      CheckpointError: the backend decodes in a way that is not supported.
+      CheckpointError: the decoder of the backend is not supported.
     """
 
     def __init__(
@@ -79,22 +79,24 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added = {i: token.content.encode() for i, token in added.items()}
         self._to_bytes, self._strips_first_space = byte_rule(backend)
-        self._visible = Pieces(self.token_bytes, self.special_ids)
-        self._all = Pieces(self.token_bytes, frozenset())
+        self._visible = TokenTextCache(self.token_bytes, self.special_ids)
+        self._all = TokenTextCache(self.token_bytes, frozenset())
         self._prefix = self._find_prefix(add_bos)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Reads tokenizer.json, or what transformers can make one from, and tokenizer_config.json.
+        """Reads tokenizer.json and tokenizer_config.json.
+
+        Without tokenizer.json, transformers converts the older files of the folder.
 
         Raises:
-          CheckpointError: there is no tokenizer in the folder, or it cannot be read.
+          CheckpointError: the folder has no tokenizer, or it cannot be read.
         """
         config = _read_json(folder / "tokenizer_config.json")
         if (folder / "tokenizer.json").exists():
             try:
                 backend = Backend.from_file(str(folder / "tokenizer.json"))
-            except Exception as error:  # the package raises nothing more precise
+            except Exception as error:  # the package raises plain Exception
                 raise CheckpointError(f"{folder / 'tokenizer.json'} is damaged: {error}") from error
         else:
             backend = _convert_with_transformers(folder)
@@ -113,31 +115,31 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens. The model's logits can be wider."""
+        """Number of tokens. The logits of the model can be wider."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def bos_token_id(self) -> int | None:
-        """Id of the token that begins a text, if there is one."""
+        """ID of the token that begins a text, or None."""
         return self._special_id("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the token that ends a text, if there is one."""
+        """ID of the token that ends a text, or None."""
         return self._special_id("eos_token")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text. Special tokens that are written out in it are recognised.
+        """Returns the token IDs of a text. The text of a special token becomes that token.
 
         Args:
           text: any text without lone surrogates.
-          add_special_tokens: put first what the model's texts begin with. Nothing is ever put
-            last: a prompt that ends with an end token is of no use.
+          add_special_tokens: put the tokens first that begin a text for this model. No token is
+            ever put last: no completion follows a prompt that ends with an end token.
 
         Raises:
           InvalidRequestError: the text has lone surrogates.
         """
-        # Unlike `encode`, this one releases the GIL and does not compute offsets.
+        # Unlike `encode`, this method releases the GIL and computes no offsets.
         try:
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         except TypeError as error:
@@ -147,10 +149,10 @@ class Tokenizer:
         return [*self._prefix, *encoding.ids] if add_special_tokens else encoding.ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence. Bytes that are no character become U+FFFD.
+        """Returns the text of a whole sequence. Invalid bytes become U+FFFD.
 
-        Where encoding puts a space before the text, decoding takes it off again. A `Detokenizer`
-        does not: the text that it makes goes on after a prompt.
+        If encoding adds a space before the text, decoding removes it. A `Detokenizer` keeps it,
+        because its text continues a prompt.
         """
         hidden = self.special_ids if skip_special_tokens else frozenset()
         data = b"".join([self.token_bytes(i) for i in ids if i not in hidden])
@@ -158,7 +160,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self._strips_first_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text; empty for an id that is no token."""
+        """Returns the bytes that a token adds to the text; empty for an unknown ID."""
         added = self._added.get(token_id)
         if added is not None:
             return added
@@ -166,11 +168,11 @@ class Tokenizer:
         return b"" if token is None else self._to_bytes(token)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself; a part of a character becomes U+FFFD."""
+        """Returns the text of a single token; a part of a character becomes U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
-    def pieces(self, *, skip_special_tokens: bool) -> Pieces:
-        """The texts of all tokens, for incremental decoding."""
+    def token_texts(self, *, skip_special_tokens: bool) -> TokenTextCache:
+        """Returns the texts of all tokens by ID; hides special tokens if they are skipped."""
         return self._visible if skip_special_tokens else self._all
 
     def _special_id(self, name: str) -> int | None:
@@ -190,7 +192,7 @@ class Tokenizer:
 
 
 def _mark_special(backend: Backend, texts: Iterable[str]) -> None:
-    """Makes known tokens special. Unknown ones would get ids that the model does not have."""
+    """Makes known tokens special. Unknown tokens would get IDs that the model does not have."""
     special = {
         token.content for token in backend.get_added_tokens_decoder().values() if token.special
     }
@@ -204,17 +206,17 @@ def _mark_special(backend: Backend, texts: Iterable[str]) -> None:
 
 
 def _convert_with_transformers(folder: Path) -> Backend:
-    """Makes a fast tokenizer from older files (tokenizer.model, vocab.json and merges.txt)."""
+    """Converts older files (tokenizer.model, or vocab.json and merges.txt) to a fast tokenizer."""
     if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json")):
         raise CheckpointError(f"{folder} has no tokenizer: expected tokenizer.json")
-    from transformers import AutoTokenizer  # takes seconds to import, and is rarely needed
+    from transformers import AutoTokenizer  # takes seconds to import and is rarely needed
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
         return tokenizer.backend_tokenizer
-    except Exception as error:  # whatever goes wrong in there, the files are at fault
+    except Exception as error:  # any error of the conversion is the fault of the files
         raise CheckpointError(
             f"{folder} has no tokenizer.json, and transformers cannot make one from its other "
             f"files: {error}"
@@ -222,7 +224,7 @@ def _convert_with_transformers(folder: Path) -> Backend:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that need not exist."""
+    """Returns the JSON object in a file; empty if there is no such file."""
     if not path.exists():
         return {}
     try:
@@ -235,7 +237,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """A token is written as its text or as an object that holds it; null is no token."""
+    """Returns the text of a token, which is given as a string or in an object; None for null."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -251,11 +253,11 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     template = config.get("chat_template") or _read_json(folder / "chat_template.json").get(
         "chat_template"
     )
-    if isinstance(template, list):  # several named ones
+    if isinstance(template, list):  # several named templates
         named = [entry for entry in template if isinstance(entry, dict)]
         template = next((e.get("template") for e in named if e.get("name") == "default"), None)
     if template is not None and not isinstance(template, str):
         raise CheckpointError(
-            f"the chat template in {folder} must be a text, got {template!r:.100}"
+            f"the chat template in {folder} must be a string, got {template!r:.100}"
         )
     return template

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.front.parsed_text import ParsedText
 from jaxserve.parsing.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
-from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.parsing.parser import MessageParser
 from jaxserve.parsing.registry import reasoning_parser, tool_parser
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 

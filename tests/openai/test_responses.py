@@ -167,7 +167,7 @@ async def test_tools_and_a_format_go_together() -> None:
         assert [item["type"] for item in reply["output"]] == ["reasoning", kind]
         grammar = text_engine.engine.submitted[-1].params.grammar
         assert json.loads(grammar.spec) == form["schema"]
-        assert "(@answer | calls)" in grammar.frame
+        assert "(@content | calls)" in grammar.structural_tag
 
 
 async def test_an_answer_that_is_cut_off_is_incomplete() -> None:

@@ -1,4 +1,4 @@
-"""Grammars in requests: every field that has one, what is refused, and calls that are enforced."""
+"""Grammars in requests: every field, invalid values, forced calls and structural tags."""
 
 import asyncio
 import json
@@ -41,13 +41,13 @@ async def ask(text_engine: TextEngine, body: dict[str, Any]):
 
 
 def grammar_of(text_engine: TextEngine) -> Grammar | None:
-    """The grammar that reached the engine, but for its frame."""
+    """Returns the grammar that reached the engine, without its structural tag."""
     grammar = text_engine.engine.submitted[-1].params.grammar
-    return grammar and msgspec.structs.replace(grammar, frame="")
+    return grammar and msgspec.structs.replace(grammar, structural_tag="")
 
 
-def frame_of(text_engine: TextEngine) -> str:
-    return text_engine.engine.submitted[-1].params.grammar.frame
+def tag_of(text_engine: TextEngine) -> str:
+    return text_engine.engine.submitted[-1].params.grammar.structural_tag
 
 
 FORMS = [
@@ -117,7 +117,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD)
-async def test_what_is_no_grammar_is_refused(body, param) -> None:
+async def test_invalid_grammars_are_refused(body, param) -> None:
     text_engine = make()
     for run in (complete, ask):
         with pytest.raises(InvalidRequestError) as caught:
@@ -138,18 +138,18 @@ async def test_a_model_may_think_before_a_text_with_a_grammar() -> None:
     text_engine = make("<think>he</think>\n\nll")
     (choice,) = (await ask(text_engine, {"guided_regex": "l+"})).choices
     assert (choice.message.reasoning, choice.message.content) == ("he", "ll")
-    assert "think: " in frame_of(text_engine)
+    assert "think: " in tag_of(text_engine)
     closed = make("ll", template=TEMPLATE + "<think>\n\n</think>\n\n")
     (choice,) = (await ask(closed, {"guided_regex": "l+"})).choices
     assert choice.message.content == "ll"
-    assert frame_of(closed) == ""
+    assert tag_of(closed) == ""
 
 
 async def test_a_completion_is_all_text() -> None:
     text_engine = make("<think>he</think>")
     choice = (await complete(text_engine, {"guided_regex": ".*"})).choices[0]
     assert choice.text == "<think>he</think>"
-    assert frame_of(text_engine) == ""
+    assert tag_of(text_engine) == ""
 
 
 async def test_text_format_of_responses() -> None:
@@ -218,7 +218,7 @@ FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"schema": S
 
 
 @pytest.mark.parametrize("thought", ["", "<think>hm</think>\n\n"])
-async def test_an_answer_is_calls_or_a_text_with_a_grammar(thought) -> None:
+async def test_a_completion_is_calls_or_content_with_a_grammar(thought) -> None:
     for answer, content, num_calls in ((CALL + "\n" + CALL, None, 2), ('{"a": 1}', '{"a": 1}', 0)):
         text_engine = make(thought + answer)
         (choice,) = (await ask(text_engine, FORMAT | {"tools": TOOLS})).choices
@@ -226,17 +226,17 @@ async def test_an_answer_is_calls_or_a_text_with_a_grammar(thought) -> None:
         assert len(choice.message.tool_calls or ()) == num_calls
         assert choice.finish_reason == ("tool_calls" if num_calls else "stop")
         assert grammar_of(text_engine) == Grammar("json_schema", json.dumps(SCHEMA))
-        frame = frame_of(text_engine)
-        assert "(@answer | calls)" in frame
-        assert all(f'"enum": ["{name}"]' in frame for name in "fg")
-        assert "call)*" in frame
+        tag = tag_of(text_engine)
+        assert "(@content | calls)" in tag
+        assert all(f'"enum": ["{name}"]' in tag for name in "fg")
+        assert "call)*" in tag
     await ask(text_engine, FORMAT | {"tools": TOOLS, "parallel_tool_calls": False})
-    assert "call)*" not in frame_of(text_engine)
+    assert "call)*" not in tag_of(text_engine)
     await ask(text_engine, FORMAT | {"tools": TOOLS, "tool_choice": "none"})
-    assert "calls" not in frame_of(text_engine)
+    assert "calls" not in tag_of(text_engine)
 
 
-async def test_calls_that_must_be_made_leave_no_text_to_have_a_format() -> None:
+async def test_response_format_does_not_apply_to_forced_calls() -> None:
     text_engine = make('<think>hm</think>[{"name": "f", "parameters": {"a": 1}}]')
     required = {"tools": TOOLS, "tool_choice": "required"}
     (choice,) = (await ask(text_engine, FORMAT | required)).choices
@@ -245,14 +245,14 @@ async def test_calls_that_must_be_made_leave_no_text_to_have_a_format() -> None:
     grammar = grammar_of(text_engine)
     assert grammar is not None
     assert json.loads(grammar.spec)["type"] == "array"
-    assert "think: " in frame_of(text_engine)
+    assert "think: " in tag_of(text_engine)
     with pytest.raises(InvalidRequestError) as caught:
         await ask(text_engine, {"guided_regex": "a"} | required)
     assert caught.value.param == "guided_regex"
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_tools_that_no_grammar_can_be_made_of(choice) -> None:
+async def test_tools_without_a_valid_grammar_are_refused(choice) -> None:
     text_engine = make()
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}]
     with pytest.raises(InvalidRequestError) as caught:

@@ -15,7 +15,7 @@ from jaxserve.openai import chat
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.protocol import ChatRequest
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
-from jaxserve.text.tokenizer import Pieces
+from jaxserve.text.tokenizer import TokenTextCache
 
 TEMPLATE = (
     "{% if tools %}tools{% for t in tools %}:{{ t.function.name }}{% endfor %} <tool_call>\n"
@@ -237,7 +237,7 @@ async def test_tags_that_are_special_tokens_are_seen() -> None:
     text_engine = make("<think>hello</think>world")
     think = [text_engine.model.tokenizer.encode(tag)[0] for tag in ("<think>", "</think>")]
     text_engine.model.tokenizer.special_ids |= set(think)
-    text_engine.model.tokenizer._visible = Pieces(
+    text_engine.model.tokenizer._visible = TokenTextCache(
         text_engine.model.tokenizer.token_bytes, text_engine.model.tokenizer.special_ids
     )
     choice = await ask(text_engine, {"tools": None})

@@ -1,4 +1,4 @@
-"""Reads answers in pieces, and checks what every stream of events must keep to."""
+"""Reads completions in pieces, and checks the rules of every stream of events."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,13 +12,12 @@ from jaxserve.parsing.events import (
     ToolCallArguments,
     ToolCallStart,
 )
-from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.parsing.parser import Parser
+from jaxserve.parsing.parser import MessageParser, Parser
 
 
 @dataclass
-class Answer:
-    """Events joined."""
+class Completion:
+    """Joined events."""
 
     content: str = ""
     reasoning: str = ""
@@ -43,19 +42,19 @@ class Answer:
             self.calls[-1] = (name, arguments + event.text)
 
 
-def read_pieces(parser: Parser | MessageParser, *pieces: str) -> Answer:
-    answer = Answer()
+def read_pieces(parser: Parser | MessageParser, *pieces: str) -> Completion:
+    completion = Completion()
     for piece in pieces:
         for event in parser.push(piece):
-            answer.add(event)
+            completion.add(event)
     for event in parser.finish():
-        answer.add(event)
-    answer.num_complete = parser.num_complete_calls
-    return answer
+        completion.add(event)
+    completion.num_complete = parser.num_complete_calls
+    return completion
 
 
-def read_everywhere(make: Callable[[], Parser | MessageParser], text: str) -> Answer:
-    """Reads a text whole, cut at every place, and by 1, 2, 3 and 7 characters."""
+def read_everywhere(make: Callable[[], Parser | MessageParser], text: str) -> Completion:
+    """Reads a text at once, cut at every position, and in pieces of 1, 2, 3 and 7 characters."""
     whole = read_pieces(make(), text)
     for cut in range(len(text) + 1):
         assert read_pieces(make(), text[:cut], text[cut:]) == whole, f"cut at {cut}"
@@ -66,12 +65,12 @@ def read_everywhere(make: Callable[[], Parser | MessageParser], text: str) -> An
 
 
 @pytest.fixture(scope="session")
-def read() -> Callable[..., Answer]:
-    """``read(parser, *pieces)``."""
+def read() -> Callable[..., Completion]:
+    """Returns the function ``read(parser, *pieces)``."""
     return read_pieces
 
 
 @pytest.fixture(scope="session")
-def read_cut() -> Callable[..., Answer]:
-    """``read_cut(make_parser, text)``: the same wherever the text is cut."""
+def read_cut() -> Callable[..., Completion]:
+    """Returns ``read_cut(make_parser, text)``, which checks that cuts do not matter."""
     return read_everywhere

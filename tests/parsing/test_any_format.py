@@ -1,4 +1,4 @@
-"""What holds for every format: cuts do not matter, nothing is lost, time is linear."""
+"""Every format: cuts do not matter, no text is lost, time is linear."""
 
 import json
 import sys
@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.parsing.enforced import json_array_calls, named_call
 from jaxserve.parsing.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
-from jaxserve.parsing.message_parser import MessageParser
-from jaxserve.parsing.parser import Parser
+from jaxserve.parsing.forced_calls import json_array_calls, named_call
+from jaxserve.parsing.parser import MessageParser, Parser
 from jaxserve.parsing.registry import (
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -86,7 +85,7 @@ def test_cuts_do_not_matter_and_calls_are_whole(read, name, text, data):
     assert num_whole == whole.num_complete
     if not whole.calls and name in {*TOOL_PARSERS, "required", "named"}:
         assert whole.content == text
-    characters = iter(text)  # what is left is in order
+    characters = iter(text)  # the remaining text is in order
     assert all(char in characters for char in whole.reasoning + whole.content)
 
 
@@ -98,7 +97,7 @@ def is_object(text):
 
 
 def written(name, calls):
-    """Calls as a model writes them, and the text between two."""
+    """Writes calls as a model does; one string for each call or list of calls."""
     if name == "pythonic":
         texts = [f"{f}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for f, a in calls]
         return [f"[{', '.join(texts)}]"]
@@ -125,19 +124,19 @@ def typed(value):
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 @given(calls=CALLS, prose=st.sampled_from(["", "Let me see: é🔥", "a < b [1] {"]))
 @settings(max_examples=40, deadline=None)
-def test_calls_come_back_as_they_were_written(read, name, calls, prose):
+def test_calls_are_read_as_they_were_written(read, name, calls, prose):
     if name == "pythonic":
         prose = prose and prose + "<|python_start|>"
-    if name == "qwen3_coder":  # its values are text: no types, and no tags within
+    if name == "qwen3_coder":  # its values are text without types or tags
         calls = [(f, {k: f"x{json.dumps(v)}" for k, v in a.items()}) for f, a in calls]
     text = prose + "\n".join(written(name, calls)) + "\n"
-    answer = read(tool_parser(name, {"f": {}, "g": {}}), text)
-    assert [(f, json.loads(a)) for f, a in answer.calls] == calls
-    assert answer.num_complete == len(calls)
-    assert answer.content == prose.removesuffix("<|python_start|>")
+    completion = read(tool_parser(name, {"f": {}, "g": {}}), text)
+    assert [(f, json.loads(a)) for f, a in completion.calls] == calls
+    assert completion.num_complete == len(calls)
+    assert completion.content == prose.removesuffix("<|python_start|>")
 
 
-# Text that is nothing but beginnings, for every place that a parser can be in.
+# Repeated beginnings of markup, for every state of a parser.
 HOSTILE = [
     *('{"', "<tool_call", "</", "[", " ", "\\", '"a":1,', "[TOOL_CALLS][f("),
     *("<parameter=a>", '{"name": "f", "arguments": {}},'),
@@ -157,7 +156,7 @@ OPENINGS = {
 @pytest.mark.parametrize("name", OPENINGS)
 @pytest.mark.parametrize("size", [1, 10**6])
 def test_work_is_linear(monkeypatch, name, size):
-    """Four times the text is about four times the work."""
+    """Four times the text takes about four times the work."""
     for opening in OPENINGS[name]:
         for hostile in HOSTILE:
             texts = [opening + hostile * (n // len(hostile)) for n in (250, 1000)]
@@ -166,7 +165,7 @@ def test_work_is_linear(monkeypatch, name, size):
 
 
 def work(monkeypatch, make, text, size):
-    """Calls and resumptions of functions, built-in ones too, plus characters joined together."""
+    """Counts calls and resumptions of functions, including built-in ones, and joined characters."""
     count = Counter()
 
     def profile(frame, event, arg):
@@ -197,7 +196,7 @@ def counted(method, count):
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
-def test_a_long_answer_of_half_markup(name):
+def test_a_long_completion_of_half_markup(name):
     text = OPENINGS[name][-1] + '<tool_call[TOOL_CALLS{"' * 4_000
     parser = PARSERS[name]()
     kinds = Counter()

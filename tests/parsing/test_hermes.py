@@ -23,14 +23,14 @@ def hermes():
         (f"{CALL}{CALL} Done. ", " Done. ", [("f", ARGUMENTS)] * 2),
         ('<tool_call>{"name":"g"}</tool_call>', "", [("g", "{}")]),
         ('<tool_call>{"name":"g","arguments":null}</tool_call>', "", [("g", "{}")]),
-        # Arguments first, under another name, with further keys.
+        # Arguments first, under another name, with other keys.
         ('<tool_call>{"arguments":{"a":1},"name":"g"}</tool_call>', "", [("g", '{"a":1}')]),
         (
             '<tool_call>{"id":7,"name":"g","parameters":{"a":1},"why":[{}]}</tool_call>',
             "",
             [("g", '{"a":1}')],
         ),
-        # Arguments as a text that holds JSON.
+        # Arguments as a string that holds JSON.
         (
             r'<tool_call>{"name":"g","arguments":"{\"a\": \"\u00e9\"}"}</tool_call>',
             "",
@@ -44,10 +44,10 @@ def hermes():
         ),
     ],
 )
-def test_well_formed_answers(read_cut, text, content, calls):
-    answer = read_cut(hermes, text)
-    assert (answer.content, answer.calls) == (content, calls)
-    assert answer.num_complete == len(calls)
+def test_well_formed_calls(read_cut, text, content, calls):
+    completion = read_cut(hermes, text)
+    assert (completion.content, completion.calls) == (content, calls)
+    assert completion.num_complete == len(calls)
 
 
 @pytest.mark.parametrize(
@@ -61,17 +61,17 @@ def test_well_formed_answers(read_cut, text, content, calls):
         '{"name":"g","arguments":{}, oops}</tool_call>',
     ],
 )
-def test_what_is_wrong_after_the_arguments_does_not_harm_the_call(read_cut, tail):
-    answer = read_cut(hermes, f"<tool_call>{tail}")
-    assert answer.calls == [("g", "{}")]
-    assert answer.num_complete == 1
-    assert "arguments" not in answer.content
+def test_errors_after_the_arguments_do_not_affect_the_call(read_cut, tail):
+    completion = read_cut(hermes, f"<tool_call>{tail}")
+    assert completion.calls == [("g", "{}")]
+    assert completion.num_complete == 1
+    assert "arguments" not in completion.content
 
 
 def test_a_missing_end_tag_does_not_hide_the_next_call(read_cut):
     call = '<tool_call>{"name":"g","arguments":{}}\n'
-    answer = read_cut(hermes, call * 3)
-    assert (answer.content, answer.calls) == ("", [("g", "{}")] * 3)
+    completion = read_cut(hermes, call * 3)
+    assert (completion.content, completion.calls) == ("", [("g", "{}")] * 3)
 
 
 @pytest.mark.parametrize(
@@ -99,38 +99,40 @@ def test_a_missing_end_tag_does_not_hide_the_next_call(read_cut):
         '<tool_call>{"arguments": {}, "name": "unknown"}</tool_call>',
     ],
 )
-def test_what_is_no_call_is_content_to_the_letter(read_cut, text):
-    answer = read_cut(hermes, text)
-    assert (answer.content, answer.calls) == (text, [])
+def test_other_text_is_unchanged_content(read_cut, text):
+    completion = read_cut(hermes, text)
+    assert (completion.content, completion.calls) == (text, [])
 
 
-def test_a_call_follows_one_that_was_none(read_cut):
+def test_a_call_after_text_that_was_no_call(read_cut):
     text = 'a <tool_call>{"name": "f\n<tool_call>{"name": "g", "arguments": {}}</tool_call> b'
-    answer = read_cut(hermes, text)
-    assert answer.content == 'a <tool_call>{"name": "f b'
-    assert answer.calls == [("g", "{}")]
+    completion = read_cut(hermes, text)
+    assert completion.content == 'a <tool_call>{"name": "f b'
+    assert completion.calls == [("g", "{}")]
 
 
 def test_a_call_cut_within_its_arguments_stays_a_partial_call(read_cut):
-    answer = read_cut(hermes, 'x <tool_call>{"name": "f", "arguments": {"a": "b\\')
-    assert (answer.content, answer.calls) == ("x", [("f", '{"a": "b\\')])
-    assert answer.num_complete == 0
+    completion = read_cut(hermes, 'x <tool_call>{"name": "f", "arguments": {"a": "b\\')
+    assert (completion.content, completion.calls) == ("x", [("f", '{"a": "b\\')])
+    assert completion.num_complete == 0
 
 
-def test_arguments_that_go_wrong_end_there(read_cut):
-    answer = read_cut(hermes, '<tool_call>{"name": "f", "arguments": {"a": 1, b: 2}}</tool_call>')
-    assert answer.calls == [("f", '{"a": 1, ')]
-    assert answer.num_complete == 0
-    assert answer.content == "b: 2}}</tool_call>"
+def test_invalid_arguments_end_at_the_error(read_cut):
+    completion = read_cut(
+        hermes, '<tool_call>{"name": "f", "arguments": {"a": 1, b: 2}}</tool_call>'
+    )
+    assert completion.calls == [("f", '{"a": 1, ')]
+    assert completion.num_complete == 0
+    assert completion.content == "b: 2}}</tool_call>"
 
 
 def test_control_characters_in_strings_become_escapes(read_cut):
     text = '<tool_call>{"name": "f", "arguments": {"code": "a\n\tb\x00"}}</tool_call>'
-    answer = read_cut(hermes, text)
-    assert answer.calls == [("f", '{"code": "a\\u000a\\u0009b\\u0000"}')]
+    completion = read_cut(hermes, text)
+    assert completion.calls == [("f", '{"code": "a\\u000a\\u0009b\\u0000"}')]
 
 
-def test_arguments_are_passed_on_as_they_come():
+def test_arguments_are_passed_on_as_they_arrive():
     parser = hermes()
     assert parser.push('Yes. <tool_call>{"name": "f", "argum') == [ContentDelta("Yes.")]
     assert parser.push('ents": ') == []
@@ -143,9 +145,9 @@ def test_arguments_are_passed_on_as_they_come():
 
 def test_without_tools_every_name_can_be_called(read):
     text = '<tool_call>{"name": "any.name-1"}</tool_call><tool_call>{"name": "no name"}</tool_call>'
-    answer = read(tool_parser("hermes"), text)
-    assert answer.calls == [("any.name-1", "{}")]
-    assert answer.content == '<tool_call>{"name": "no name"}</tool_call>'
+    completion = read(tool_parser("hermes"), text)
+    assert completion.calls == [("any.name-1", "{}")]
+    assert completion.content == '<tool_call>{"name": "no name"}</tool_call>'
 
 
 def test_with_no_tools_nothing_is_a_call(read):
@@ -153,12 +155,12 @@ def test_with_no_tools_nothing_is_a_call(read):
 
 
 def test_an_unknown_call_after_a_known_one_is_content(read_cut):
-    answer = read_cut(hermes, '<tool_call>[{"name":"f"}, {"name":"x"}]</tool_call>')
-    assert (answer.content, answer.calls) == (', {"name":"x"}]</tool_call>', [("f", "{}")])
+    completion = read_cut(hermes, '<tool_call>[{"name":"f"}, {"name":"x"}]</tool_call>')
+    assert (completion.content, completion.calls) == (', {"name":"x"}]</tool_call>', [("f", "{}")])
 
 
 @pytest.mark.parametrize("end", ["</tool_call>", ""])
 @pytest.mark.parametrize("half", ["<tool_call>", '<tool_call>{"na'])
 def test_half_of_a_second_call_is_content(read_cut, end, half):
-    answer = read_cut(hermes, f'<tool_call>{{"name":"f"}}{end}{half}')
-    assert (answer.content, answer.calls) == (half, [("f", "{}")])
+    completion = read_cut(hermes, f'<tool_call>{{"name":"f"}}{end}{half}')
+    assert (completion.content, completion.calls) == (half, [("f", "{}")])

@@ -29,9 +29,9 @@ def llama3_json():
     ],
 )
 def test_calls(read_cut, text, content, num_calls):
-    answer = read_cut(llama3_json, text)
-    assert (answer.content, answer.calls) == (content, [("f", ARGUMENTS)] * num_calls)
-    assert answer.num_complete == num_calls
+    completion = read_cut(llama3_json, text)
+    assert (completion.content, completion.calls) == (content, [("f", ARGUMENTS)] * num_calls)
+    assert completion.num_complete == num_calls
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_calls(read_cut, text, content, num_calls):
         TAG,
     ],
 )
-def test_what_is_no_call_is_content_to_the_letter(read_cut, text):
-    answer = read_cut(llama3_json, text)
-    assert (answer.content, answer.calls) == (text, [])
+def test_other_text_is_unchanged_content(read_cut, text):
+    completion = read_cut(llama3_json, text)
+    assert (completion.content, completion.calls) == (text, [])
 
 
 def test_a_second_call_cut_in_half_is_content(read_cut):
-    answer = read_cut(llama3_json, f'{CALL}; {{"name": "g"')
-    assert (answer.content, len(answer.calls)) == ('; {"name": "g"', 1)
+    completion = read_cut(llama3_json, f'{CALL}; {{"name": "g"')
+    assert (completion.content, len(completion.calls)) == ('; {"name": "g"', 1)

@@ -31,9 +31,9 @@ def mistral():
     ],
 )
 def test_calls(read_cut, text, content, calls):
-    answer = read_cut(mistral, text)
-    assert (answer.content, answer.calls) == (content, calls)
-    assert answer.num_complete == len(calls)
+    completion = read_cut(mistral, text)
+    assert (completion.content, completion.calls) == (content, calls)
+    assert completion.num_complete == len(calls)
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,20 @@ def test_calls(read_cut, text, content, calls):
         'see [1] and [{"name": "f"}]',
     ],
 )
-def test_what_is_no_call_is_content_to_the_letter(read_cut, text):
-    answer = read_cut(mistral, text)
-    assert (answer.content, answer.calls) == (text, [])
+def test_other_text_is_unchanged_content(read_cut, text):
+    completion = read_cut(mistral, text)
+    assert (completion.content, completion.calls) == (text, [])
 
 
-def test_a_list_that_goes_wrong_keeps_the_calls_before(read_cut):
-    answer = read_cut(mistral, '[TOOL_CALLS][{"name": "f"}, {"name": "unknown"}]')
-    assert (answer.content, answer.calls) == (', {"name": "unknown"}]', [("f", "{}")])
+def test_an_invalid_list_keeps_the_calls_before_the_error(read_cut):
+    completion = read_cut(mistral, '[TOOL_CALLS][{"name": "f"}, {"name": "unknown"}]')
+    assert (completion.content, completion.calls) == (', {"name": "unknown"}]', [("f", "{}")])
 
 
 def test_a_cut_call_stays_a_partial_call(read_cut):
-    answer = read_cut(mistral, '[TOOL_CALLS]f[ARGS]{"a": [tr')
-    assert (answer.content, answer.calls, answer.num_complete) == ("", [("f", '{"a": [tr')], 0)
+    completion = read_cut(mistral, '[TOOL_CALLS]f[ARGS]{"a": [tr')
+    assert (completion.content, completion.calls, completion.num_complete) == (
+        "",
+        [("f", '{"a": [tr')],
+        0,
+    )

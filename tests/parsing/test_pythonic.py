@@ -33,10 +33,10 @@ def pythonic():
     ],
 )
 def test_calls(read_cut, text, content, calls):
-    answer = read_cut(pythonic, text)
-    assert answer.content == content
-    assert [(name, json.loads(text)) for name, text in answer.calls] == calls
-    assert answer.num_complete == len(calls)
+    completion = read_cut(pythonic, text)
+    assert completion.content == content
+    assert [(name, json.loads(text)) for name, text in completion.calls] == calls
+    assert completion.num_complete == len(calls)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_calls(read_cut, text, content, calls):
         "<|python_start|>f()",
     ],
 )
-def test_what_is_no_call_is_content_to_the_letter(read_cut, text):
-    answer = read_cut(pythonic, text)
-    assert (answer.content, answer.calls) == (text, [])
+def test_other_text_is_unchanged_content(read_cut, text):
+    completion = read_cut(pythonic, text)
+    assert (completion.content, completion.calls) == (text, [])
 
 
-def test_a_call_is_announced_when_it_is_whole():
+def test_a_call_begins_when_it_is_complete():
     parser = pythonic()
     assert parser.push("[f(a=1") == []
     assert parser.push("), ") == [ToolCallStart(0, "f"), ToolCallArguments(0, '{"a": 1}')]

@@ -59,10 +59,10 @@ def call(name, *values):
     ],
 )
 def test_calls(read_cut, text, content, calls):
-    answer = read_cut(qwen3_coder, text)
-    assert answer.content == content
-    assert [(name, json.loads(text)) for name, text in answer.calls] == calls
-    assert answer.num_complete == len(calls)
+    completion = read_cut(qwen3_coder, text)
+    assert completion.content == content
+    assert [(name, json.loads(text)) for name, text in completion.calls] == calls
+    assert completion.num_complete == len(calls)
 
 
 @pytest.mark.parametrize(
@@ -77,26 +77,30 @@ def test_calls(read_cut, text, content, calls):
         "</function></tool_call>",
     ],
 )
-def test_what_is_no_call_is_content_to_the_letter(read_cut, text):
-    answer = read_cut(qwen3_coder, text)
-    assert (answer.content, answer.calls) == (text, [])
+def test_other_text_is_unchanged_content(read_cut, text):
+    completion = read_cut(qwen3_coder, text)
+    assert (completion.content, completion.calls) == (text, [])
 
 
 def test_a_cut_call_stays_a_partial_call(read_cut):
-    answer = read_cut(qwen3_coder, "<function=f>" + value("n", "1") + "<parameter=s>\nhalf")
-    assert (answer.content, answer.calls, answer.num_complete) == ("", [("f", '{"n": 1')], 0)
+    completion = read_cut(qwen3_coder, "<function=f>" + value("n", "1") + "<parameter=s>\nhalf")
+    assert (completion.content, completion.calls, completion.num_complete) == (
+        "",
+        [("f", '{"n": 1')],
+        0,
+    )
 
 
-def test_what_goes_wrong_within_a_call_is_content(read_cut):
-    answer = read_cut(qwen3_coder, "<function=f>" + value("n", "1") + "oops</function>")
-    assert (answer.content, answer.calls, answer.num_complete) == (
+def test_malformed_text_within_a_call_is_content(read_cut):
+    completion = read_cut(qwen3_coder, "<function=f>" + value("n", "1") + "oops</function>")
+    assert (completion.content, completion.calls, completion.num_complete) == (
         "\noops</function>",
         [("f", '{"n": 1')],
         0,
     )
 
 
-def test_each_value_is_passed_on_when_it_is_whole():
+def test_each_value_is_passed_on_when_it_is_complete():
     parser = qwen3_coder()
     assert parser.push("<tool_call>\n<function=f") == []
     assert parser.push(">\n<parameter=n>4") == [ToolCallStart(0, "f")]

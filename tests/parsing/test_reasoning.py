@@ -15,7 +15,7 @@ CLOSED_PROMPT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         ("", "<think>\n\n</think>\n\nHello", "", "Hello"),
         ("", "<think></think>", "", ""),
         ("", "<think>a <think> b</think> c </think> d", "a <think> b", "c </think> d"),
-        # Cut short.
+        # Cut off.
         ("", "<think>\nplan\n\n", "plan\n\n", ""),
         ("", "<think>plan </thi", "plan </thi", ""),
         ("", "<think>", "", ""),
@@ -29,16 +29,16 @@ CLOSED_PROMPT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
 def test_think_blocks(read_cut, name, prompt, text, reasoning, content):
-    answer = read_cut(lambda: reasoning_parser(name, prompt=prompt), text)
-    assert (answer.reasoning, answer.content) == (reasoning, content)
+    completion = read_cut(lambda: reasoning_parser(name, prompt=prompt), text)
+    assert (completion.reasoning, completion.content) == (reasoning, content)
 
 
 @pytest.mark.parametrize(
     "text", ["Hello", "  Hello\n", "<thi", "", " ", "<b>", "Hello <think>a</think>", "a</think>b"]
 )
-def test_qwen3_without_a_block_is_content_to_the_letter(read_cut, text):
-    answer = read_cut(lambda: reasoning_parser("qwen3"), text)
-    assert (answer.reasoning, answer.content) == ("", text)
+def test_qwen3_without_a_block_is_unchanged_content(read_cut, text):
+    completion = read_cut(lambda: reasoning_parser("qwen3"), text)
+    assert (completion.reasoning, completion.content) == ("", text)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_qwen3_without_a_block_is_content_to_the_letter(read_cut, text):
     ],
 )
 def test_deepseek_r1_begins_within_a_block(read_cut, text, reasoning, content):
-    answer = read_cut(lambda: reasoning_parser("deepseek_r1"), text)
-    assert (answer.reasoning, answer.content) == (reasoning, content)
+    completion = read_cut(lambda: reasoning_parser("deepseek_r1"), text)
+    assert (completion.reasoning, completion.content) == (reasoning, content)
 
 
 def test_text_is_held_back_only_while_it_could_be_a_tag_or_the_space_before_it():

@@ -10,7 +10,7 @@ from jaxserve.parsing.registry import (
     tool_parser,
 )
 
-# What the templates of well-known models say about calls and thinking.
+# Excerpts from the templates of well-known models about calls and thinking.
 HERMES = """'\\n</tools>\\n\\nFor each function call, return a json object with function name and
  arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, '"""
 QWEN3 = HERMES + "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>"

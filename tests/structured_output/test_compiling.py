@@ -1,4 +1,4 @@
-"""Requests wait for their grammars, and nobody waits for them."""
+"""A request waits for its grammar; other requests do not."""
 
 from concurrent.futures import Future
 
@@ -16,7 +16,7 @@ SIZES = {"num_blocks": 40, "block_size": 4}
 
 
 class Anything:
-    """Ends the answer with its third token."""
+    """Ends the completion with its third token."""
 
     def __init__(self):
         self.tokens = []
@@ -30,7 +30,7 @@ class Anything:
 
 
 class Compiler:
-    """Compiles when it is told to."""
+    """Compiles when a test says so."""
 
     def __init__(self):
         self.futures: dict[str, Future] = {}
@@ -69,7 +69,7 @@ def outputs_of(core, steps=30, start=0.0):
     return tokens, reasons
 
 
-def test_others_go_on_while_a_grammar_is_compiled(core, compiler):
+def test_other_requests_run_while_a_grammar_is_compiled(core, compiler):
     core.add(submit("a", ANY))
     core.add(submit("b"))
     assert core.has_work
@@ -89,7 +89,7 @@ def test_others_go_on_while_a_grammar_is_compiled(core, compiler):
 
 
 def test_a_constraint_sees_each_token_once_in_order(core, compiler):
-    """Also with a step in flight and after preemption: there is room for one request at a time."""
+    """Also with a step in flight and after preemption: only one request fits at a time."""
     constraints = {name: Anything() for name in "abcdef"}
     for name, constraint in constraints.items():
         core.add(submit(name, ANY))
@@ -109,7 +109,7 @@ def test_a_grammar_that_fails_ends_its_request_only(core, compiler):
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("too large"), OSError("no tokenizer")])
-def test_a_traceback_is_for_what_nobody_expects(core, compiler, caplog, error):
+def test_only_unexpected_errors_log_a_traceback(core, compiler, caplog, error):
     core.add(submit("a", ANY))
     compiler.futures["a"].set_exception(error)
     outputs_of(core)
@@ -130,7 +130,7 @@ def test_a_grammar_that_takes_too_long_ends_its_request_only(core, compiler):
     assert reasons == {"b": FinishReason.STOP}
 
 
-def test_abort_while_it_is_compiled(core, compiler):
+def test_abort_during_compilation(core, compiler):
     core.add(submit("a", ANY))
     core.step(0.0)
     core.abort(["a", "nobody"])
@@ -148,7 +148,7 @@ def test_an_id_in_use_is_refused(core, compiler):
     assert reasons == {"a": FinishReason.STOP}
 
 
-def test_it_does_not_spin_while_there_is_nothing_else_to_do(core, compiler, monkeypatch):
+def test_it_does_not_spin_without_other_work(core, compiler, monkeypatch):
     waits = []
     monkeypatch.setattr(core._compiling, "wait", waits.append)
     core.add(submit("a", ANY))

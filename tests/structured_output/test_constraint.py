@@ -1,4 +1,4 @@
-"""Following grammars with the real library: what comes out, whatever the model would like."""
+"""Follows grammars with llguidance, whatever tokens the model prefers."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
 VOCAB = 330
-"""More logits than tokens."""
+"""Width of the logits; more than the number of tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def compiler():
 
 @pytest.fixture
 def make(compiler):
-    """``make(grammar)``: a constraint at its beginning."""
+    """Returns ``make(grammar)``, which makes a constraint in its initial state."""
 
     def start(grammar, *, eos=EOS, prior=(), **params) -> Constraint:
         params = SamplingParams(seed=0, grammar=grammar, **params)
@@ -48,7 +48,7 @@ def allowed(constraint: Constraint) -> list[int]:
 
 
 def follow(constraint: Constraint, choose, limit: int = 400):
-    """Takes the tokens that ``choose`` picks; returns the text and why it ended, if it did."""
+    """Accepts the tokens that ``choose`` picks; returns the text and the finish reason or None."""
     tokens: list[int] = []
     for _ in range(limit):
         ids = allowed(constraint)
@@ -67,7 +67,7 @@ def at_random(seed: int):
 
 
 def preferring(*texts: bytes, seed: int = 0):
-    """Takes the first of these that is allowed, else any token."""
+    """Returns a function that picks the first of these texts that is allowed, else any token."""
     ids_of = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size)}
     wanted, otherwise = [ids_of[text] for text in texts], at_random(seed)
     return lambda ids: next((i for i in wanted if i in ids), None) or otherwise(ids)
@@ -151,7 +151,7 @@ def test_the_end_comes_only_where_the_text_may_end(make):
 
 
 def test_a_complete_text_ends_at_once(make):
-    """No end token is needed, so that neither min_tokens nor ignore_eos can hold it up."""
+    """It needs no end token, so min_tokens and ignore_eos cannot delay the end."""
     hello = TOKENIZER.encode("hello")
     for options in ({}, {"eos": None}, {"min_tokens": 9}):
         constraint = make(Grammar("choice", '["hello"]'), **options)
@@ -159,7 +159,7 @@ def test_a_complete_text_ends_at_once(make):
         assert reasons == [*[None] * (len(hello) - 1), FinishReason.STOP]
 
 
-def test_without_an_end_token_a_text_goes_on_as_long_as_it_can(make):
+def test_without_an_end_token_a_text_continues_as_long_as_it_can(make):
     text, reason = follow(make(Grammar("regex", "a{3,9}"), eos=None), at_random(0))
     assert (text, reason) == ("a" * 9, FinishReason.STOP)
 
@@ -199,7 +199,7 @@ def test_a_grammar_without_any_text_ends_with_an_error(make):
     assert constraint.accept(0) is FinishReason.ERROR
 
 
-def test_it_goes_on_after_the_tokens_of_an_engine_that_died(make):
+def test_it_continues_after_the_tokens_of_an_engine_that_died(make):
     prior = TOKENIZER.encode('{"hello')
     constraint = make(Grammar("json_object"), prior=prior)
     assert TOKENIZER.encode("{")[0] in allowed(constraint), "within the string"
@@ -224,7 +224,7 @@ def with_patterns(num_fields):
 
 @pytest.fixture(scope="module")
 def checked_and_compiled(smollm2):
-    """``checked_and_compiled(grammar)``: whether either is possible with a real vocabulary."""
+    """Returns a function that tries to check and compile a grammar with a real vocabulary."""
     tokenizer = open_checkpoint(str(smollm2)).tokenizer()
     worker = GrammarWorker(tokenizer, tokenizer.vocab_size)
     compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
@@ -261,7 +261,7 @@ def checked_and_compiled(smollm2):
     ids=lambda value: str(value)[:40],
 )
 def test_what_passes_its_check_can_be_compiled(checked_and_compiled, grammar, expected):
-    """The work for a grammar grows with the tokens, so both have to be with the same ones."""
+    """The work for a grammar grows with the vocabulary, so both must use the same one."""
     assert checked_and_compiled(grammar) == (expected, expected)
 
 
@@ -279,21 +279,21 @@ def test_the_tokenizer_is_loaded_once_and_only_when_it_is_needed():
     constraints = [future.result() for future in futures]
     assert calls == [1]
     assert len({id(c) for c in constraints}) == 20
-    # Each one is followed by itself, though they were compiled once.
+    # Each constraint has its own state, although the grammar was compiled once.
     (a,) = TOKENIZER.encode("a")
     constraints[0].accept(a)
     assert EOS not in allowed(constraints[1])
 
 
 def ambiguous(num_words):
-    """Each text can be cut into the same words in very many ways."""
+    """Returns a grammar that can split each text into words in very many ways."""
     words = range(num_words)
     rules = [f"a{i}: W{i} start?\nW{i}: /[a-z ]{{1,{i + 1}}}/" for i in words]
     return Grammar("grammar", "\n".join([f"start: {' | '.join(f'a{i}' for i in words)}", *rules]))
 
 
 def test_the_work_for_one_token_has_an_end(make, monkeypatch):
-    """It grows with the cube of the words; of 800 it would take minutes."""
+    """The work grows with the cube of the number of words; 800 words would take minutes."""
     monkeypatch.setattr(grammars, "MAX_EXTRA_TIME_S", math.inf)
     for num_words, is_too_much in ((20, False), (600, True)):
         constraint = make(ambiguous(num_words))
@@ -302,7 +302,7 @@ def test_the_work_for_one_token_has_an_end(make, monkeypatch):
 
 
 def test_a_request_whose_tokens_take_too_long_is_ended(make, monkeypatch):
-    """A little too long is allowed, but not again and again."""
+    """One slow token is allowed, many are not."""
     clock = itertools.count(step=TOKEN_TIME_S + MAX_EXTRA_TIME_S / 10)
     constraint = make(Grammar("regex", "a+"))
     monkeypatch.setattr(grammars.time, "thread_time", clock.__next__)

@@ -1,4 +1,4 @@
-"""What is refused at the door, and with which words. Following: tests/engine/test_grammars.py."""
+"""Which grammars a check refuses, and with which message. See test_constraint.py for following."""
 
 import contextlib
 import json
@@ -7,12 +7,8 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import MAX_GRAMMAR_CHARS, Grammar
-from jaxserve.structured_output.grammar import (
-    MAX_CHOICES,
-    MAX_MESSAGE_CHARS,
-    Vocabulary,
-    check_grammar,
-)
+from jaxserve.structured_output.grammar import MAX_CHOICES, MAX_MESSAGE_CHARS, check_grammar
+from jaxserve.structured_output.vocabulary import Vocabulary
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
 
@@ -48,7 +44,7 @@ NODE = {
         Grammar("grammar", 'start: <|im_end|> "a"'),
     ],
 )
-def test_what_can_be_followed(vocabulary, grammar):
+def test_valid_grammars(vocabulary, grammar):
     check_grammar(grammar, vocabulary)
 
 
@@ -72,9 +68,9 @@ def test_what_can_be_followed(vocabulary, grammar):
         (Grammar("regex", "(" * 5000 + "a" + ")" * 5000), "regex"),
         (Grammar("regex", r"[^\s\S]"), "no text matches"),
         (Grammar("regex", r"(\w|\w\w)*" * 300), "regex cannot be used: it is too much work"),
-        (Grammar("choice", "[]"), f"1 to {MAX_CHOICES} texts, got 0"),
-        (Grammar("choice", "[1]"), "a list of texts"),
-        (Grammar("choice", '{"a": 1}'), "a list of texts"),
+        (Grammar("choice", "[]"), f"1 to {MAX_CHOICES} strings, got 0"),
+        (Grammar("choice", "[1]"), "a list of strings"),
+        (Grammar("choice", '{"a": 1}'), "a list of strings"),
         (Grammar("choice", "[" * 100_000), "choice"),
         (Grammar("choice", json.dumps(["a"] * (MAX_CHOICES + 1))), f"got {MAX_CHOICES + 1}"),
         (Grammar("grammar", "start: foo"), "foo"),
@@ -84,7 +80,7 @@ def test_what_can_be_followed(vocabulary, grammar):
         (Grammar("grammar", ""), "grammar"),
     ],
 )
-def test_what_cannot_is_refused_with_the_trouble_in_few_words(vocabulary, grammar, words):
+def test_invalid_grammars_are_refused_with_a_short_message(vocabulary, grammar, words):
     with pytest.raises(InvalidRequestError, match=words) as caught:
         check_grammar(grammar, vocabulary)
     assert len(caught.value.message) < MAX_MESSAGE_CHARS + 100
@@ -92,12 +88,12 @@ def test_what_cannot_is_refused_with_the_trouble_in_few_words(vocabulary, gramma
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "choice", "grammar"])
 @pytest.mark.parametrize("unit", ["[", "(a|", '{"a":', "a{9,99}", "x: y\n", "\\", '"', "é", "\0"])
-def test_the_longest_nonsense_ends_soon_in_one_way_or_the_other(vocabulary, kind, unit):
+def test_the_longest_nonsense_is_checked_quickly(vocabulary, kind, unit):
     text = (unit * MAX_GRAMMAR_CHARS)[:MAX_GRAMMAR_CHARS]
     with contextlib.suppress(InvalidRequestError):
         check_grammar(Grammar(kind, text), vocabulary)
 
 
-def test_a_pattern_that_fails_only_when_it_is_followed_is_refused_too(vocabulary):
+def test_a_pattern_that_fails_only_when_it_is_followed_is_refused(vocabulary):
     with pytest.raises(InvalidRequestError, match="too many expressions"):
         check_grammar(Grammar("regex", "(a{1000}){1000}"), vocabulary)

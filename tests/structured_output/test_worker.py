@@ -1,4 +1,4 @@
-"""Checks that take too much of anything cost their process, and nothing else."""
+"""A check that takes too much time or memory ends its process and nothing else."""
 
 import json
 import resource
@@ -11,13 +11,14 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output import worker as grammar_worker
 from jaxserve.structured_output.checks import GrammarChecks
-from jaxserve.structured_output.grammar import Vocabulary, check_grammar
+from jaxserve.structured_output.grammar import check_grammar
+from jaxserve.structured_output.vocabulary import Vocabulary
 from jaxserve.structured_output.worker import CHECK_TIME_S, MAX_KEPT_BYTES, GrammarWorker
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 VOCAB = 512
-"""More logits than tokens."""
+"""Width of the logits; more than the number of tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def worker():
 
 
 def multiple_of(number):
-    """Some bytes that the library turns into as many states as the number says."""
+    """Returns a short grammar from which llguidance makes ``number`` states."""
     return Grammar("json_schema", json.dumps({"type": "integer", "multipleOf": number}))
 
 
@@ -43,7 +44,7 @@ def multiple_of(number):
         Grammar("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
     ],
 )
-def test_the_result_is_that_of_a_check_in_this_process(worker, grammar):
+def test_the_verdict_equals_that_of_a_check_in_this_process(worker, grammar):
     def result(check):
         try:
             check()
@@ -56,12 +57,12 @@ def test_the_result_is_that_of_a_check_in_this_process(worker, grammar):
     )
 
 
-def test_time_has_an_end_and_so_has_the_process(worker):
+def test_a_slow_check_ends_and_so_does_its_process(worker):
     worker.check(Grammar("regex", "a"))
     process = worker._process
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     with pytest.raises(InvalidRequestError, match="JSON schema cannot be used: it takes too much"):
-        worker.check(multiple_of(8_000_009))  # minutes, and gigabytes
+        worker.check(multiple_of(8_000_009))  # this would take minutes and gigabytes
     assert process.returncode is not None
     spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     assert spent < 10 * CHECK_TIME_S
@@ -70,7 +71,7 @@ def test_time_has_an_end_and_so_has_the_process(worker):
 
 
 def test_the_process_ends_with_its_worker_and_not_before():
-    """However large the process is that started it."""
+    """This does not depend on the size of the process that started it."""
     large = np.ones(400 << 20, np.uint8)
     worker = GrammarWorker(TOKENIZER, VOCAB)
     del large
@@ -82,7 +83,7 @@ def test_the_process_ends_with_its_worker_and_not_before():
     assert process.poll() is not None
 
 
-def test_one_that_was_killed_is_replaced(worker):
+def test_a_killed_process_is_replaced(worker):
     worker.check(Grammar("regex", "a"))
     worker._process.kill()
     worker._process.wait()
@@ -99,7 +100,7 @@ def test_tokens_beyond_the_width_of_the_logits_do_not_exist(worker):
 
 
 class LongTokens:
-    """A vocabulary that is larger than what checks may leave behind."""
+    """A vocabulary larger than the memory that checks may add."""
 
     vocab_size = 200_000
     eos_token_id = 0

@@ -43,7 +43,7 @@ TOOL_CHAT = [
     {"role": "tool", "content": "wind", "tool_call_id": "2"},
 ]
 
-# In the manner of Llama 3: trims, a date, tools as indented JSON.
+# Like Llama 3: trims, a date, tools as indented JSON.
 LLAMA3 = """\
 {{- bos_token }}
 {%- if not date_string is defined %}
@@ -86,7 +86,7 @@ LLAMA3 = """\
 {%- endif %}
 """  # noqa: E501
 
-# In the manner of Qwen: loop neighbours, a namespace, a macro, loop controls, the generation tag.
+# Like Qwen: loop neighbours, a namespace, a macro, loop controls, the generation tag.
 QWEN = """\
 {%- macro tag(name) %}<{{ name }}>{% endmacro %}
 {%- set ns = namespace(last_user=-1) %}
@@ -198,7 +198,7 @@ def test_template_of_the_default_model(smollm2: Path) -> None:
     assert expected.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
 
 
-def test_the_templates_own_words_reach_the_client() -> None:
+def test_the_message_of_the_template_reaches_the_client() -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InvalidRequestError, match="^roles must alternate$") as caught:
         render(template)
@@ -277,23 +277,23 @@ def test_limits(monkeypatch, template: str, complaint: str) -> None:
         render(template)
 
 
-def test_texts_are_joined_as_they_were() -> None:
+def test_strings_are_joined_unchanged() -> None:
     template = "{{ 'a' ~ 1 ~ none ~ messages[0].role ~ [1.5] }}{{ [1] + [2] }}{{ (1 + 2) ~ 'x' }}"
     assert render(template, CHAT[:1]) == reference(template, CHAT[:1], add_generation_prompt=True)
 
 
-def test_names_of_arguments_are_free() -> None:
+def test_arguments_can_have_any_name() -> None:
     template = "{% macro f(called, context, self) %}{{ called }}{{ context }}{% endmacro %}"
     assert render(template + "{{ f(called=1, context=2) }}") == "12"
 
 
-def test_limits_are_of_one_rendering() -> None:
+def test_limits_apply_to_each_rendering() -> None:
     template = "{% for i in range(90000) %}{% endfor %}{% set _loop_turns = 0 %}ok"
     for _ in range(30):
         assert render(template) == "ok"
 
 
-def test_loops_are_as_they_were() -> None:
+def test_loops_are_unchanged() -> None:
     template = (
         "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% else %}none{% endfor %}"
         "{% for x in nothing %}{{ x }}{% else %}none{% endfor %}"
@@ -352,7 +352,9 @@ def test_strftime_now() -> None:
         ("{% for c in ['x'] %}{{ messages[0].content + c }}{% endfor %}", "hix"),
     ],
 )
-def test_texts_are_lists_of_parts_for_templates_that_want_them(source: str, expected: str) -> None:
+def test_strings_are_lists_of_parts_for_templates_that_want_them(
+    source: str, expected: str
+) -> None:
     messages = [{"role": "user", "content": "hi"}]
     options = {"add_generation_prompt": False, "special_tokens": {}}
     assert render_chat(source, messages, **options) == expected

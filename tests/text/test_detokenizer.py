@@ -5,26 +5,26 @@ import pytest
 
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 from jaxserve.text.detokenizer import Detokenizer
-from jaxserve.text.tokenizer import Pieces
+from jaxserve.text.tokenizer import TokenTextCache
 
 CONTINUATIONS = (0x80, 0x90, 0xA0, 0xBF)
 
 
 class Vocabulary:
-    """Stands for a tokenizer: token i has the bytes ``table[i]``."""
+    """A fake tokenizer: token i has the bytes ``table[i]``."""
 
     def __init__(self, table: list[bytes], special: frozenset[int] = frozenset()) -> None:
         self.table, self.special = table, special
 
-    def pieces(self, *, skip_special_tokens: bool) -> Pieces:
-        return Pieces(
+    def token_texts(self, *, skip_special_tokens: bool) -> TokenTextCache:
+        return TokenTextCache(
             lambda i: self.table[i] if i < len(self.table) else b"",
             self.special if skip_special_tokens else frozenset(),
         )
 
 
 def complete_text(data: bytes) -> str:
-    """The text of data without the beginning of a character at its end.
+    """Returns the text of data without an unfinished character at its end.
 
     Python counts surrogates as characters here, and replaces them once they are complete.
     """
@@ -43,7 +43,7 @@ def complete_text(data: bytes) -> str:
 def reference(
     tokens: list[bytes], stops: tuple[str, ...], *, include_stop: bool, min_tokens: int
 ) -> tuple[str, str | None, int]:
-    """Text, stop string and number of tokens used, by decoding from the start after every token."""
+    """Returns text, stop string and tokens used, by decoding from the start after every token."""
     unsearched = len(complete_text(b"".join(tokens[:min_tokens])))
     for used in range(min_tokens + 1, len(tokens) + 1):
         text = complete_text(b"".join(tokens[:used]))
@@ -65,17 +65,17 @@ def longest_hold(text: str, stops: tuple[str, ...]) -> int:
 
 
 def run(detokenizer: Detokenizer, ids: list[int], rng: random.Random):
-    """Pushes ids in random groups. Returns text, stop string, tokens used, and the texts so far."""
+    """Pushes IDs in random groups; returns text, stop string, tokens used and the texts so far."""
     text, used, progress, at = "", 0, [], 0
     while True:
         size = rng.choice((1, 1, 1, 2, 5))
         group, at = ids[at : at + size], at + size
-        step = detokenizer.push(group, finished=at >= len(ids))
-        text += step.text_delta
-        used += step.num_tokens_used
+        added = detokenizer.push(group, finished=at >= len(ids))
+        text += added.text_delta
+        used += added.num_tokens_used
         progress.append((used, text))
-        if step.stop_hit is not None or at >= len(ids):
-            return text, step.stop_hit, used, progress
+        if added.stop_hit is not None or at >= len(ids):
+            return text, added.stop_hit, used, progress
 
 
 BYTE_TABLE = [
@@ -127,16 +127,16 @@ def test_holds_back_no_more_than_could_begin_a_stop(seed: int) -> None:
 
 
 def texts(stop=(), **options):
-    """Pushes texts one by one; returns what each push shows."""
+    """Pushes texts one by one; returns the text of each push."""
 
     def push_all(*tokens: str | bytes) -> list[str]:
         table = [t if isinstance(t, bytes) else t.encode() for t in tokens]
         detokenizer = Detokenizer(Vocabulary(table), skip_special_tokens=True, stop=stop, **options)
         shown = []
         for i in range(len(table)):
-            step = detokenizer.push([i], finished=i == len(table) - 1)
-            shown.append(step.text_delta)
-            if step.stop_hit:
+            added = detokenizer.push([i], finished=i == len(table) - 1)
+            shown.append(added.text_delta)
+            if added.stop_hit:
                 break
         return shown
 
@@ -172,7 +172,7 @@ def test_nothing_of_a_stop_is_shown_before_it_completes() -> None:
     assert texts(stop=("\nUser:",))("hi", "\nUser", ":", "x") == ["hi", "", ""]
 
 
-def test_held_text_is_shown_when_it_turns_out_to_be_none() -> None:
+def test_held_text_is_shown_when_it_turns_out_not_to_be_a_stop() -> None:
     assert texts(stop=("\nUser:",))("hi", "\nUs", "e", "d") == ["hi", "", "", "\nUsed"]
     assert texts(stop=("\nUser:",))("end\nUs") == ["end\nUs"]
 
@@ -194,22 +194,22 @@ def test_earliest_stop_wins_then_the_first_named() -> None:
         (("c", "bcd"), "bcd"),
     ):
         detokenizer = Detokenizer(Vocabulary([b"abcde"]), skip_special_tokens=True, stop=stops)
-        step = detokenizer.push([0], finished=False)
-        assert (step.stop_hit, step.num_tokens_used) == (winner, 1)
+        added = detokenizer.push([0], finished=False)
+        assert (added.stop_hit, added.num_tokens_used) == (winner, 1)
 
 
 def test_a_stop_that_completes_in_an_earlier_token_wins_however_tokens_are_pushed() -> None:
     vocabulary = Vocabulary([b"abc", b"d"])
     for groups in ([[0], [1]], [[0, 1]]):
         detokenizer = Detokenizer(vocabulary, skip_special_tokens=True, stop=("abcd", "bc"))
-        step = detokenizer.push(groups[0], finished=False)
-        assert (step.text_delta, step.stop_hit, step.num_tokens_used) == ("a", "bc", 1)
+        added = detokenizer.push(groups[0], finished=False)
+        assert (added.text_delta, added.stop_hit, added.num_tokens_used) == ("a", "bc", 1)
 
 
 def test_min_tokens() -> None:
     push_all = texts(stop=("STOP",), min_tokens=3)
     assert push_all("a", "STOP", "b", "STOP", "c") == ["a", "STOP", "b", ""]
-    # Text of the first tokens is shown at once and is no beginning of a stop string either.
+    # Text of the first tokens is shown at once and cannot begin a stop string.
     assert texts(stop=("STOP",), min_tokens=1)("ST", "OP", "x") == ["ST", "OP", "x"]
 
 
@@ -226,7 +226,7 @@ def test_leading_space_is_kept() -> None:
     assert texts()(" Hello", " world") == [" Hello", " world"]
 
 
-def test_ids_that_are_no_token_have_no_text() -> None:
+def test_unknown_ids_have_no_text() -> None:
     detokenizer = Detokenizer(Vocabulary([b"a"]), skip_special_tokens=True)
     assert detokenizer.push([0, 7, 0], finished=True).text_delta == "aa"
 

@@ -81,9 +81,9 @@ def test_every_byte_is_a_token() -> None:
     assert tokenizer.token_text(of_one.index(b"a")) == "a"
 
 
-def test_pieces_are_text_only_where_it_is_whole() -> None:
+def test_cached_texts_are_strings_only_for_whole_characters() -> None:
     tokenizer = tiny_tokenizer()
-    pieces = tokenizer.pieces(skip_special_tokens=True)
+    pieces = tokenizer.token_texts(skip_special_tokens=True)
     for i in range(tokenizer.vocab_size):
         data = b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i)
         piece = pieces[i]
@@ -91,9 +91,9 @@ def test_pieces_are_text_only_where_it_is_whole() -> None:
         assert isinstance(piece, bytes) == (data[:1] >= b"\x80")
 
 
-def test_ids_that_are_no_token_are_empty_and_not_kept() -> None:
+def test_unknown_ids_are_empty_and_not_cached() -> None:
     tokenizer = tiny_tokenizer()
-    pieces = tokenizer.pieces(skip_special_tokens=False)
+    pieces = tokenizer.token_texts(skip_special_tokens=False)
     for i in (-1, tokenizer.vocab_size, 2**32, 2**70):
         assert tokenizer.token_bytes(i) == b""
         assert pieces[i] == ""
@@ -111,7 +111,7 @@ def test_special_tokens_in_a_text_are_recognised_and_left_out_of_it() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"a{BOS}b<think>c{EOS}"
 
 
-def test_added_tokens_mean_what_is_written_also_in_letters_that_stand_for_bytes() -> None:
+def test_added_tokens_are_plain_text_in_a_byte_level_vocabulary() -> None:
     backend = tiny_backend()
     backend.add_tokens([AddedToken("<é>", normalized=False)])
     tokenizer = Tokenizer(backend, special_tokens={})
@@ -135,11 +135,11 @@ def test_sentencepiece_bytes_and_spaces() -> None:
     assert [tokenizer.token_bytes(i) for i in ids] == [
         *(b" Hello", b" Hello", b"\xe2", b"\x82", b"\xac")
     ]
-    # The space that encoding put before the text comes off again, and only that one.
+    # Decoding removes the one space that encoding put before the text.
     assert tokenizer.decode(ids) == "Hello Hello€"
     assert tokenizer.decode(tokenizer.encode("  Hello")) == "  Hello"
-    # In a stream it is a space between prompt and answer.
-    assert tokenizer.pieces(skip_special_tokens=True)[ids[0]] == " Hello"
+    # In a stream the space separates prompt and completion.
+    assert tokenizer.token_texts(skip_special_tokens=True)[ids[0]] == " Hello"
 
 
 def test_sentencepiece_without_a_first_space() -> None:
@@ -148,7 +148,7 @@ def test_sentencepiece_without_a_first_space() -> None:
 
 
 def test_unfinished_bytes_do_not_spoil_their_neighbours() -> None:
-    # The backend replaces every byte of a run that has a wrong one.
+    # The backend replaces every byte of a run that has an invalid one.
     tokenizer = Tokenizer(sentencepiece_backend(), special_tokens={})
     ids = tokenizer.encode("H€", add_special_tokens=False)
     assert tokenizer.decode([*ids, ids[-1]]) == "H€\ufffd"
@@ -180,13 +180,13 @@ def template(backend: Backend, form: str) -> Backend:
     [
         ("$A", None, 0),
         (f"{BOS} $A", None, 1),
-        (f"{BOS} $A {EOS}", None, 1),  # an end token after a prompt is of no use
+        (f"{BOS} $A {EOS}", None, 1),  # no completion follows an end token
         (f"$A {EOS}", None, 0),
         (f"{BOS} $A", False, 0),
         ("$A", True, 1),
     ],
 )
-def test_what_a_text_begins_with(form: str, add_bos: bool | None, num_first: int) -> None:
+def test_tokens_that_begin_a_text(form: str, add_bos: bool | None, num_first: int) -> None:
     tokenizer = Tokenizer(
         template(tiny_backend(), form), special_tokens=SPECIAL_TOKENS, add_bos=add_bos
     )
@@ -211,7 +211,7 @@ def test_folder_with_settings(tmp_path: Path) -> None:
     assert tokenizer.chat_template == "plain"
 
 
-def test_folder_with_the_least(tmp_path: Path) -> None:
+def test_folder_with_only_a_tokenizer(tmp_path: Path) -> None:
     tiny_backend().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.special_tokens == {}
@@ -301,7 +301,7 @@ def test_older_files_are_converted(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
-def test_lone_surrogates_are_the_requests_fault() -> None:
+def test_lone_surrogates_are_an_invalid_request() -> None:
     with pytest.raises(InvalidRequestError, match="lone surrogates"):
         tiny_tokenizer().encode("abc\ud83d")
 

@@ -1,4 +1,4 @@
-"""What may stand around a text with a grammar, followed with the real library and read back."""
+"""Structural tags of every format, followed with llguidance and read back by the parsers."""
 
 import json
 
@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from jaxserve.ipc.messages import FinishReason, Submit
-from jaxserve.parsing.answer_frame import answer_frame, marks_of
-from jaxserve.parsing.call_rules import RuleWriter
 from jaxserve.parsing.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
-from jaxserve.parsing.message_parser import MessageParser
+from jaxserve.parsing.parser import MessageParser
 from jaxserve.parsing.registry import (
     CALL_RULES,
     REASONING_PARSERS,
@@ -22,6 +20,7 @@ from jaxserve.parsing.registry import (
 )
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output.constraint import GrammarCompiler
+from jaxserve.structured_output.structural_tag import RuleWriter, structural_tag, tag_terms
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -49,18 +48,18 @@ TOOLS = {
 VOCAB = 340
 
 
-def frame_of(name, *, think="", parallel=True, tokenizer=TOKENIZER):
-    rules = RuleWriter(TOOLS, parallel=parallel, mark=marks_of(tokenizer))
+def tag_of(name, *, think="", parallel=True, tokenizer=TOKENIZER):
+    rules = RuleWriter(TOOLS, parallel=parallel, tag=tag_terms(tokenizer))
     calls = call_rules(name, rules)
     assert calls is not None
-    return answer_frame(think=think, calls=calls)
+    return structural_tag(think=think, calls=calls)
 
 
 class Walk:
-    """Follows one answer that has a grammar."""
+    """Follows one completion with a grammar."""
 
-    def __init__(self, frame: str, kind="json_schema", spec=None, *, tokenizer=TOKENIZER) -> None:
-        grammar = Grammar(kind, json.dumps(SCHEMA) if spec is None else spec, frame)
+    def __init__(self, tag: str, kind="json_schema", spec=None, *, tokenizer=TOKENIZER) -> None:
+        grammar = Grammar(kind, json.dumps(SCHEMA) if spec is None else spec, tag)
         params = SamplingParams(seed=0, grammar=grammar)
         submit = Submit("a", [1], params, eos_token_id=tokenizer.eos_token_id)
         compiler = GrammarCompiler(lambda: tokenizer, VOCAB)
@@ -73,7 +72,7 @@ class Walk:
         return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
     def takes(self, text: str) -> bool:
-        """Whether this can be the whole answer."""
+        """Returns True if this can be the whole completion."""
         reason = None
         for token_id in self.tokenizer.encode(text):
             if reason is not None or token_id not in self.allowed():
@@ -92,7 +91,7 @@ class Walk:
 
 
 def read(parser: MessageParser, text: str):
-    """Reasoning, content, and the calls in the answer."""
+    """Returns the reasoning, the content and the calls of a completion."""
     events = parser.push(text) + parser.finish()
     reasoning = "".join(e.text for e in events if isinstance(e, ReasoningDelta))
     content = "".join(e.text for e in events if isinstance(e, ContentDelta))
@@ -114,7 +113,7 @@ def check_call(name, arguments) -> None:
     assert 1 <= arguments.get("why", 1) <= 9
 
 
-def test_every_rule_is_of_a_format_that_is_read() -> None:
+def test_every_format_with_rules_has_a_parser() -> None:
     assert CALL_RULES.keys() <= TOOL_PARSERS.keys()
     assert THINK_RULES.keys() == REASONING_PARSERS.keys()
 
@@ -125,7 +124,7 @@ def test_random_tokens_make_calls_or_the_text(name, parallel) -> None:
     rng = np.random.default_rng(7)
     most = {"text": 0, "calls": 0}
     for _ in range(30):
-        text = Walk(frame_of(name, parallel=parallel)).at_random(rng)
+        text = Walk(tag_of(name, parallel=parallel)).at_random(rng)
         _, content, calls = read(MessageParser(None, tool_parser(name, TOOLS)), text)
         if calls:
             assert not content.strip()
@@ -163,16 +162,16 @@ AS_WRITTEN = {
 
 @pytest.mark.parametrize("name", CALL_RULES)
 def test_calls_as_models_write_them(name) -> None:
-    frame = frame_of(name)
+    tag = tag_of(name)
     for text, expected in zip(AS_WRITTEN[name], (LOOK, STOP), strict=True):
-        assert Walk(frame).takes(text), text
+        assert Walk(tag).takes(text), text
         _, content, calls = read(MessageParser(None, tool_parser(name, TOOLS)), text)
         assert (content, calls) == ("", [tuple(expected.values())])
-        assert not Walk(frame).takes(text.replace("look", "loot").replace("now", "not"))
-        assert not Walk(frame).takes("Sure! " + text)
-        assert not Walk(frame).takes(text + '{"ok": true}')
-    assert Walk(frame).takes('{"ok": true}')
-    assert not Walk(frame).takes('{"ok": 1}')
+        assert not Walk(tag).takes(text.replace("look", "loot").replace("now", "not"))
+        assert not Walk(tag).takes("Sure! " + text)
+        assert not Walk(tag).takes(text + '{"ok": true}')
+    assert Walk(tag).takes('{"ok": true}')
+    assert not Walk(tag).takes('{"ok": 1}')
 
 
 def test_values_of_qwen3_coder_by_their_types() -> None:
@@ -188,36 +187,36 @@ def test_values_of_qwen3_coder_by_their_types() -> None:
             "required": ["code"],
         }
     }
-    rules = RuleWriter(tools, parallel=True, mark=marks_of(TOKENIZER))
+    rules = RuleWriter(tools, parallel=True, tag=tag_terms(TOKENIZER))
     calls = call_rules("qwen3_coder", rules)
     assert calls is not None
-    frame = answer_frame(think="", calls=calls)
+    tag = structural_tag(think="", calls=calls)
 
     def call(*values):
         inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values)
         return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
 
     code = 'if a < b:\n\tprint("</tool_call>")'
-    assert Walk(frame).takes(call(("code", code)))
-    assert Walk(frame).takes(call(("code", ""), ("n", "5"), ("free", '{"x": [1]}')))
+    assert Walk(tag).takes(call(("code", code)))
+    assert Walk(tag).takes(call(("code", ""), ("n", "5"), ("free", '{"x": [1]}')))
     for bad in ([], [("n", "5")], [("code", "x"), ("n", "[]")], [("code", "x"), ("a<b", "y")]):
-        assert not Walk(frame).takes(call(*bad)), bad
+        assert not Walk(tag).takes(call(*bad)), bad
 
 
 @pytest.fixture
 def special():
-    """A tokenizer to which the marks are special tokens."""
+    """A tokenizer in which the think tags are special tokens."""
     tokenizer = tiny_tokenizer()
-    marks = [i for i in range(tokenizer.vocab_size) if "think>" in tokenizer.token_text(i)]
-    assert len(marks) == 2
-    tokenizer.special_ids |= set(marks)
+    tags = [i for i in range(tokenizer.vocab_size) if "think>" in tokenizer.token_text(i)]
+    assert len(tags) == 2
+    tokenizer.special_ids |= set(tags)
     return tokenizer
 
 
 OPENED, CLOSED = "<|im_start|>assistant\n<think>\n", "<think>\n\n</think>\n\n"
 
 
-@pytest.mark.parametrize("marks", ["text", "tokens"])
+@pytest.mark.parametrize("tags", ["text", "tokens"])
 @pytest.mark.parametrize(
     ("name", "prompt", "whole", "begun", "bare"),
     [
@@ -229,28 +228,28 @@ OPENED, CLOSED = "<|im_start|>assistant\n<think>\n", "<think>\n\n</think>\n\n"
         ("deepseek_r1", CLOSED, False, False, True),
     ],
 )
-def test_thoughts_come_before_the_text(marks, name, prompt, whole, begun, bare, special) -> None:
-    """An answer may have a whole block, one that the prompt has begun, or none."""
-    tokenizer = special if marks == "tokens" else TOKENIZER
-    think = think_rules(name, marks_of(tokenizer), prompt=prompt)
-    frame = answer_frame(think=think, calls="")
-    if marks == "tokens" and name == "qwen3" and prompt == OPENED:
-        whole = False  # a special token is in no thought
+def test_thoughts_come_before_the_text(tags, name, prompt, whole, begun, bare, special) -> None:
+    """A completion may have a whole block, the end of one that the prompt began, or none."""
+    tokenizer = special if tags == "tokens" else TOKENIZER
+    think = think_rules(name, tag_terms(tokenizer), prompt=prompt)
+    tag = structural_tag(think=think, calls="")
+    if tags == "tokens" and name == "qwen3" and prompt == OPENED:
+        whole = False  # no thought contains a special token
     thought = "is 1 < 2 {\n\n}?"
     for text, expected in (
         (f"<think>{thought}</think>\n\n", whole),
         (f"{thought}</think>\n\n", begun),
         ("", bare),
     ):
-        answer = text + '{"ok": true}'
-        assert Walk(frame, tokenizer=tokenizer).takes(answer) == expected, answer
+        completion = text + '{"ok": true}'
+        assert Walk(tag, tokenizer=tokenizer).takes(completion) == expected, completion
         if not expected:
             continue
         parser = MessageParser(reasoning_parser(name, prompt=prompt), None)
-        reasoning, content, _ = read(parser, answer)
+        reasoning, content, _ = read(parser, completion)
         assert content == '{"ok": true}'
         assert (thought in reasoning) == bool(text)
-    assert not Walk(frame, tokenizer=tokenizer).takes(f"<think>{thought}</think>hello")
+    assert not Walk(tag, tokenizer=tokenizer).takes(f"<think>{thought}</think>hello")
 
 
 @pytest.mark.parametrize(
@@ -263,14 +262,14 @@ def test_thoughts_come_before_the_text(marks, name, prompt, whole, begun, bare, 
         ("grammar", 'root ::= "x" [0-9]+', "x05"),
     ],
 )
-def test_every_kind_of_text_can_have_a_frame(kind, spec, text) -> None:
-    think = think_rules("qwen3", marks_of(TOKENIZER), prompt="")
-    frame = frame_of("hermes", think=think)
+def test_every_kind_of_grammar_can_have_a_structural_tag(kind, spec, text) -> None:
+    think = think_rules("qwen3", tag_terms(TOKENIZER), prompt="")
+    tag = tag_of("hermes", think=think)
     for before in ("", "<think>hm</think>"):
-        assert Walk(frame, kind, spec).takes(before + text)
-        assert Walk(frame, kind, spec).takes(before + AS_WRITTEN["hermes"][0])
-        assert not Walk(frame, kind, spec).takes(before + "z" + text)
+        assert Walk(tag, kind, spec).takes(before + text)
+        assert Walk(tag, kind, spec).takes(before + AS_WRITTEN["hermes"][0])
+        assert not Walk(tag, kind, spec).takes(before + "z" + text)
 
 
-def test_without_anything_around_there_is_no_frame() -> None:
-    assert answer_frame(think="", calls="") == ""
+def test_content_alone_needs_no_structural_tag() -> None:
+    assert structural_tag(think="", calls="") == ""

@@ -44,5 +44,5 @@ class ModelSpec:
 
     @property
     def layers_are_alike(self) -> bool:
-        """Whether one program fits all layers, so that a loop can run them."""
+        """True if one program fits all layers, so that a loop can run them."""
         return len(set(self.windows)) == 1

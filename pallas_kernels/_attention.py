@@ -1,11 +1,13 @@
-"""What the attention kernels share: tiles of the cache, and softmax over tiles as they come.
+"""The code that the attention kernels share: tiles of the cache, and an online softmax over tiles.
 
 A tile is ``block_n`` consecutive positions of one request. Its keys and values are gathered through
-the block table, one lookup a position, so a tile may span blocks or be a part of one. Only live
-positions are read: whatever else the cache or the table holds (NaN, ids out of range) stays
-where it is.
+the block table with one lookup per position, so a tile may span several blocks or lie within one.
+Only live positions are read. Other entries of the cache and the table may hold anything (NaN, IDs
+out of range).
 
-Scores are kept in units of log2, because the hardware has exp2 and not exp.
+Scores are in units of log2, because the hardware has exp2 and no exp.
+
+Dimensions: M queries of a program, ``block_n`` keys of a tile.
 """
 
 from __future__ import annotations
@@ -13,30 +15,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
 from pallas_kernels import _triton, limits
 
 _LOG2_E = 1.4426950408889634
 _MINUS_INF = float("-inf")
 
+Scale = Float32[Array, ""] | float
+Scores = Float32[Array, "queries keys"]
+Tile = Float[Array, "keys padded_head_dim"]
+
 
 @dataclass(frozen=True)
-class Attention:
-    """What one attention call computes; static.
+class AttentionSpec:
+    """The sizes and options of an attention call; static.
 
     Attributes:
-      num_kv_heads: key heads of a layer.
-      group: query heads that share a key head; those of key head ``k`` are ``k * group`` and on.
+      num_kv_heads: KV heads of a layer.
+      group: query heads that share a KV head; KV head ``k`` serves query heads ``k * group`` to
+        ``(k + 1) * group - 1``.
       head_dim: size of a head.
       block_size: positions of a cache block.
-      dot_dtype: dtype of the operands of both matrix products; sums are float32.
-      scale: what scores are multiplied by.
-      window: a query at position p sees positions above ``p - window``; None for all.
-      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None to leave them.
+      dot_dtype: operand dtype of both matrix products; sums are float32.
+      scale: factor of the scores.
+      window: a query at position p sees positions above ``p - window``; None: all.
+      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None: they stay.
     """
 
     num_kv_heads: int
@@ -50,19 +57,23 @@ class Attention:
 
     @property
     def padded_head_dim(self) -> int:
-        """Array sizes must be powers of two; the rest is masked and never read."""
+        """The head size, rounded up to a power of two; the padding is masked and never read."""
         return _triton.power_of_two(self.head_dim)
 
     @staticmethod
     def of(
-        q: jax.Array,
-        k_cache: jax.Array,
+        q: Num[Array, "rows heads _"],
+        k_cache: limits.Cache,
         *,
         scale: float,
         window: int | None,
         soft_cap: float | None,
-    ) -> Attention:
-        """The attention of ``q`` over a cache; raises ValueError for what is not supported."""
+    ) -> AttentionSpec:
+        """Returns the attention of ``q`` over a cache.
+
+        Raises:
+          ValueError: a size, dtype or option is not supported.
+        """
         _, _, block_size, num_kv_heads, head_dim = k_cache.shape
         num_heads = q.shape[-2]
         if q.shape[-1] != head_dim:
@@ -79,7 +90,7 @@ class Attention:
             raise ValueError(f"window must be at least 1 token, got {window}")
         if soft_cap is not None and soft_cap <= 0:
             raise ValueError(f"soft_cap must be positive, got {soft_cap}")
-        return Attention(
+        return AttentionSpec(
             num_kv_heads=num_kv_heads,
             group=num_heads // num_kv_heads,
             head_dim=head_dim,
@@ -92,46 +103,48 @@ class Attention:
 
 
 class KVSource(NamedTuple):
-    """Where the keys and values of one request, layer and key head are.
+    """The location of the keys and values of one request, layer and KV head.
 
     Attributes:
       k_ref: reference to the keys, [num_layers, num_blocks, block_size, num_kv_heads, head_dim].
       v_ref: the same for the values.
       table_ref: reference to the block tables i32[num_rows, width].
-      row: the row of the block tables.
+      row: the request's row of the block tables.
       layer: index of the layer.
-      head: index of the key head.
+      head: index of the KV head.
     """
 
     k_ref: Any
     v_ref: Any
     table_ref: Any
-    row: jax.Array
-    layer: jax.Array
-    head: jax.Array
+    row: Int32[Array, ""]
+    layer: Int32[Array, ""]
+    head: Int32[Array, ""]
 
 
 class Softmax(NamedTuple):
-    """Softmax-weighted sum over the tiles seen so far, for each of M queries.
+    """The softmax-weighted sum over the tiles seen so far, for each of M queries.
 
     Attributes:
       maximum: f32[M], the largest score; -inf before the first visible key.
-      total: f32[M], sum of ``exp2(score - maximum)``.
-      values: f32[M, padded head_dim], the values weighted with the same.
+      total: f32[M], the sum of the weights ``exp2(score - maximum)``.
+      values: f32[M, padded head_dim], the sum of the values by weight.
     """
 
-    maximum: jax.Array
-    total: jax.Array
-    values: jax.Array
+    maximum: Float32[Array, " queries"]
+    total: Float32[Array, " queries"]
+    values: Float32[Array, "queries padded_head_dim"]
 
 
-def dims(attention: Attention) -> jax.Array:
-    """i32[1, padded head_dim]: the index of each element of a head."""
+def dims(attention: AttentionSpec) -> Int32[Array, "1 padded_head_dim"]:
+    """Returns the index of each element of a head."""
     return jnp.arange(attention.padded_head_dim, dtype=jnp.int32)[None, :]
 
 
-def rows_mask(live: jax.Array, attention: Attention) -> jax.Array:
-    """bool[M, padded head_dim]: the rows where ``live`` bool[M], less the padding of the heads."""
+def rows_mask(
+    live: Bool[Array, " n"], attention: AttentionSpec
+) -> Bool[Array, "n padded_head_dim"]:
+    """Returns a mask of the rows that are ``live``, without the padding of the heads."""
     mask = live[:, None]
     if attention.padded_head_dim != attention.head_dim:
         mask = mask & (dims(attention) < attention.head_dim)
@@ -139,15 +152,18 @@ def rows_mask(live: jax.Array, attention: Attention) -> jax.Array:
 
 
 def load_tile(
-    source: KVSource, positions: jax.Array, live: jax.Array | None, attention: Attention
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [block_n, padded head_dim] at ``positions``; zeros where not ``live``.
+    source: KVSource,
+    positions: Int32[Array, " keys"],
+    live: Bool[Array, " keys"] | None,
+    attention: AttentionSpec,
+) -> tuple[Tile, Tile]:
+    """Returns keys and values [block_n, padded head_dim] in the operand dtype of the products.
 
     Args:
-      source: where to read.
+      source: the location to read from.
       positions: i32[block_n], not negative.
-      live: bool[block_n], which positions hold a token; None if all do.
-      attention: the call.
+      live: bool[block_n], the positions that hold a token; the others read as zeros. None: all.
+      attention: the attention call.
     """
     block_size = jnp.int32(attention.block_size)
     index = (source.row, lax.div(positions, block_size))
@@ -164,8 +180,8 @@ def load_tile(
     return k.astype(attention.dot_dtype), v.astype(attention.dot_dtype)
 
 
-def empty_softmax(num_queries: int, attention: Attention) -> Softmax:
-    """No key seen yet."""
+def empty_softmax(num_queries: int, attention: AttentionSpec) -> Softmax:
+    """Returns the state before the first key."""
     return Softmax(
         maximum=jnp.full((num_queries,), _MINUS_INF, jnp.float32),
         total=jnp.zeros((num_queries,), jnp.float32),
@@ -174,27 +190,27 @@ def empty_softmax(num_queries: int, attention: Attention) -> Softmax:
 
 
 def scores(
-    q: jax.Array, k: jax.Array, k_scale: jax.Array | float, attention: Attention
-) -> jax.Array:
-    """f32[M, block_n]: scores of M queries, in units of log2."""
+    q: Float[Array, "queries padded_head_dim"], k: Tile, k_scale: Scale, attention: AttentionSpec
+) -> Scores:
+    """Returns the scores f32[M, block_n], in units of log2."""
     s = _dot(q, k, contract=1)
     if attention.soft_cap is None:
         return s * (k_scale * (attention.scale * _LOG2_E))
-    # tanh by one exp2; both ends are right: exp2 gives 0 or inf there, and never inf / inf.
+    # tanh with one exp2. Both ends are exact: exp2 gives 0 or inf there, and never inf / inf.
     double = s * (k_scale * (attention.scale * 2.0 * _LOG2_E / attention.soft_cap))
     tanh = 1.0 - 2.0 / (jnp.exp2(double) + 1.0)
     return tanh * (attention.soft_cap * _LOG2_E)
 
 
-def mask_scores(s: jax.Array, visible: jax.Array) -> jax.Array:
-    """``s`` where ``visible``, else -inf."""
+def mask_scores(s: Scores, visible: Bool[Array, "#queries keys"]) -> Scores:
+    """Returns the scores with -inf where not ``visible``."""
     return jnp.where(visible, s, _MINUS_INF)
 
 
-def add_tile(state: Softmax, s: jax.Array, v: jax.Array) -> Softmax:
-    """Takes one more tile into the sum: scores f32[M, block_n] and values [block_n, head_dim]."""
+def add_tile(state: Softmax, s: Scores, v: Tile) -> Softmax:
+    """Returns the state with one more tile: scores f32[M, block_n] and its values."""
     maximum = jnp.maximum(state.maximum, jnp.max(s, axis=1))
-    # A query that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN.
+    # Before a query's first visible key its maximum is -inf, and -inf - -inf is NaN.
     finite = jnp.where(maximum == _MINUS_INF, 0.0, maximum)
     p = jnp.exp2(s - finite[:, None])
     shrink = jnp.exp2(state.maximum - finite)
@@ -205,20 +221,20 @@ def add_tile(state: Softmax, s: jax.Array, v: jax.Array) -> Softmax:
     )
 
 
-def normalized(state: Softmax, v_scale: jax.Array | float) -> jax.Array:
-    """f32[M, padded head_dim]: the attention output; zeros for a query that saw no key."""
+def normalized(state: Softmax, v_scale: Scale) -> Float32[Array, "queries padded_head_dim"]:
+    """Returns the attention output; zeros for a query without a visible key."""
     total = jnp.where(state.total == 0.0, 1.0, state.total)
     return state.values * (v_scale / total)[:, None]
 
 
-def load_scale(ref: Any, layer: jax.Array, head: jax.Array) -> jax.Array | float:
-    """What the entries of a layer and key head are multiplied by; ``ref`` is None for 1."""
+def load_scale(ref: Any, layer: Int32[Array, ""], head: Int32[Array, ""]) -> Scale:
+    """Returns the scale of the entries of a layer and KV head; 1 if ``ref`` is None."""
     return 1.0 if ref is None else ref[layer, head]
 
 
-def _dot(a: jax.Array, b: jax.Array, *, contract: int) -> jax.Array:
-    """``a @ b`` (contract 0) or ``a @ b.T`` (contract 1) with float32 sums."""
-    # HIGHEST keeps float32 operands from being cut down to tf32; others are not affected.
+def _dot(a: Float[Array, "m k"], b: Float[Array, "_ _"], *, contract: int) -> Float32[Array, "m n"]:
+    """Returns ``a @ b`` (contract 0) or ``a @ b.T`` (contract 1) with float32 sums."""
+    # HIGHEST keeps float32 operands from being rounded to tf32. Other dtypes are not affected.
     return lax.dot_general(
         a,
         b,

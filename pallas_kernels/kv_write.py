@@ -1,9 +1,9 @@
 """Writes the keys and values of a step's new tokens into the cache, in place.
 
-How the work is split. One program moves one token: all its key heads, keys and values, which lie
-side by side both in the step and in the cache. The cache is an output that shares the memory of the
-input, so nothing else of it is touched; inside a jitted function that donates the cache no copy is
-made. With a cache of 8 bits the entries are divided by the scale of their head on the way.
+How the work is split. One program moves one token: the keys and values of all its KV heads, which
+are contiguous both in the step and in the cache. The cache is an output that shares the memory of
+the input, so the kernel touches nothing else in it. A jitted function that donates the cache makes
+no copy. With an 8-bit cache the kernel divides the entries by the scale of their head.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels import _triton, limits
 from pallas_kernels._triton import power_of_two
@@ -22,18 +23,18 @@ from pallas_kernels._triton import power_of_two
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def kv_write(
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    slots: jax.Array,
-    layer: jax.Array | int,
+    k_cache: limits.Cache,
+    v_cache: limits.Cache,
+    k: Num[Array, "tokens _ _"],
+    v: Num[Array, "tokens _ _"],
+    slots: Int32[Array, " tokens"],
+    layer: limits.LayerIndex,
     *,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    k_scale: limits.Scales | None = None,
+    v_scale: limits.Scales | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Writes one row of keys and of values for each token.
+) -> tuple[limits.Cache, limits.Cache]:
+    """Writes the keys and values of each token into its slot.
 
     Args:
       k_cache: [num_layers, num_blocks, block_size, num_kv_heads, head_dim], a dtype of
@@ -41,20 +42,20 @@ def kv_write(
       v_cache: the same shape and dtype.
       k: [num_tokens, num_kv_heads, head_dim], bfloat16, float16 or float32.
       v: the same shape and dtype.
-      slots: i32[num_tokens], ``block * block_size + offset`` for each token, no two alike. Tokens
-        whose slot is outside of [0, num_blocks * block_size) are padding and are not written.
-      layer: index of the layer to write, in [0, num_layers); may be traced.
-      k_scale: f32[num_layers, num_kv_heads], positive: what the entries of an 8-bit key cache are
-        multiplied by when they are read; None for 1 (not with int8). Values beyond the largest
-        entry are clipped to it.
+      slots: i32[num_tokens], ``block * block_size + offset`` for each token, all different. Tokens
+        whose slot is outside [0, num_blocks * block_size) are padding and are not written.
+      layer: the layer to write, in [0, num_layers); may be traced.
+      k_scale: f32[num_layers, num_kv_heads], positive: the factor that the entries of an 8-bit key
+        cache are multiplied by when they are read; None: 1 (not allowed with int8). Values beyond
+        the largest entry are clipped to it.
       v_scale: the same for the values.
-      interpret: run on any device, slowly.
+      interpret: run as plain jax operations, which is slow but works on any device.
 
     Returns:
-      The caches with the tokens written.
+      The two caches with the tokens written.
 
     Raises:
-      ValueError: a shape or dtype that is not supported.
+      ValueError: a shape or dtype is not supported.
     """
     limits.check_cache(k_cache, v_cache, k_scale, v_scale)
     _, num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -106,7 +107,7 @@ def _write_kernel(
     num_slots: int,
 ) -> None:
     """One program: one token."""
-    del k_cache_ref, v_cache_ref  # the same memory as the outputs
+    del k_cache_ref, v_cache_ref  # they share the memory of the outputs
     token = _triton.program_id(0)
     layer, slot = layer_ref[0], slots_ref[token]
     _, _, block_size, num_kv_heads, head_dim = k_out_ref.shape
@@ -130,10 +131,12 @@ def _write_kernel(
         _triton.store(where, x.astype(out_ref.dtype), mask=mask)
 
 
-def quantized(x: jax.Array, scale: jax.Array | float, dtype: DTypeLike) -> jax.Array:
-    """``x / scale``, clipped to what 8 bits of ``dtype`` can hold, and rounded to it."""
+def quantized(
+    x: Float[Array, "*shape"], scale: Float32[Array, "*scales"] | float, dtype: DTypeLike
+) -> Num[Array, "*shape"]:
+    """Returns ``x / scale``, clipped to the range of the 8-bit ``dtype`` and rounded to it."""
     limit = limits.QUANTIZED_MAX[jnp.dtype(dtype).name]
     x = jnp.clip(x.astype(jnp.float32) / scale, -limit, limit)
     if jnp.dtype(dtype) == jnp.int8:
-        x = jnp.floor(x + 0.5)  # a conversion to an integer cuts the fraction off
+        x = jnp.floor(x + 0.5)  # a conversion to an integer truncates
     return x.astype(dtype)

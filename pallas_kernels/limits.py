@@ -1,10 +1,15 @@
-"""What the attention and cache kernels support, and errors that say so."""
+"""The shapes and dtypes that the kernels support, and checks that raise for all others.
+
+The entry points of the kernels check how their arguments fit together and raise ValueError. Where
+they do, annotations give the rank and dtype of an argument and leave its sizes open.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float32, Int32, Num
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
@@ -13,19 +18,28 @@ DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZED_DTYPES = ("float8_e4m3fn", "int8")
 CACHE_DTYPES = DTYPES + QUANTIZED_DTYPES
 
-# The largest magnitude that a quantised cache entry can hold.
 QUANTIZED_MAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
+"""The largest magnitude that a quantised cache entry can hold."""
+
+Cache = Num[Array, "layers blocks block_size kv_heads head_dim"]
+"""The keys or the values of all layers, in a dtype of `CACHE_DTYPES`."""
+
+Scales = Float32[Array, "_ _"]
+"""f32[num_layers, num_kv_heads]: the factor of each layer's and KV head's entries in a cache."""
+
+LayerIndex = Int32[Array, ""] | int
+"""The index of a layer in the cache, in [0, num_layers); may be traced."""
 
 
 def is_quantized(cache_dtype: DTypeLike) -> bool:
-    """Whether a cache of this dtype holds 8-bit entries."""
+    """Returns whether a cache of this dtype holds 8-bit entries."""
     return jnp.dtype(cache_dtype).name in QUANTIZED_DTYPES
 
 
 def dot_dtype(dtype: DTypeLike, cache_dtype: DTypeLike) -> DTypeLike:
-    """The dtype of the operands of the matrix products: exact for the queries and the cache."""
+    """Returns the operand dtype of the matrix products, exact for the queries and the cache."""
     if is_quantized(cache_dtype):
-        return dtype  # any of `DTYPES` holds every 8-bit entry exactly
+        return dtype  # every dtype of `DTYPES` holds every 8-bit entry exactly
     return jnp.promote_types(dtype, cache_dtype)
 
 
@@ -38,7 +52,7 @@ def check_supported(
     dtype: DTypeLike,
     cache_dtype: DTypeLike,
 ) -> None:
-    """Raises ValueError, naming the value and the supported ones, for what is not supported."""
+    """Raises ValueError, with the value and the supported values, unless all are supported."""
     _check_one_of("head_dim", head_dim, HEAD_DIMS)
     _check_one_of("block_size", block_size, BLOCK_SIZES)
     check_dtype("dtype", dtype)
@@ -49,40 +63,41 @@ def check_supported(
         )
     if num_heads // num_kv_heads > MAX_GROUP:
         raise ValueError(
-            f"at most {MAX_GROUP} query heads may share a key head, "
+            f"at most {MAX_GROUP} query heads may share a KV head, "
             f"got {num_heads // num_kv_heads} ({num_heads} / {num_kv_heads})"
         )
 
 
 def check_cache(
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
+    k_cache: Cache,
+    v_cache: Cache,
+    k_scale: Scales | None,
+    v_scale: Scales | None,
 ) -> None:
     """Checks a cache and the scales of its entries.
 
     Args:
       k_cache: [num_layers, num_blocks, block_size, num_kv_heads, head_dim].
       v_cache: the same shape and dtype.
-      k_scale: f32[num_layers, num_kv_heads] for a cache of 8 bits, or None.
+      k_scale: f32[num_layers, num_kv_heads] for an 8-bit cache, or None.
       v_scale: the same for the values.
 
     Raises:
-      ValueError: the caches differ or are too large to address, or the scales do not fit them; an
-        int8 cache must have scales, for its integers mean nothing without.
+      ValueError: the caches differ, or have a size that the kernels cannot address, or the scales
+        do not fit the caches. An int8 cache must have scales: its integers mean nothing without
+        them.
     """
     if k_cache.ndim != 5 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
-            "the caches must be two arrays [num_layers, num_blocks, block_size, num_kv_heads, "
-            f"head_dim] of one shape and dtype, got {k_cache.shape} {k_cache.dtype} and "
+            "the two caches must be arrays [num_layers, num_blocks, block_size, num_kv_heads, "
+            f"head_dim] of the same shape and dtype, got {k_cache.shape} {k_cache.dtype} and "
             f"{v_cache.shape} {v_cache.dtype}"
         )
-    # Offsets are counted in elements, in 32 signed bits for arrays of up to 2**32 bytes: enough
-    # for entries of two bytes or more, too few for entries of one byte.
+    # The backend counts offsets in elements, with 32 signed bits for arrays of up to 2**32 bytes:
+    # enough for entries of two bytes or more, too few for entries of one byte.
     if k_cache.dtype.itemsize == 1 and 2**31 < k_cache.size <= 2**32:
         raise ValueError(
-            f"an 8-bit cache must be smaller than 2 GiB or larger than 4 GiB an array, got "
+            f"each array of an 8-bit cache must be smaller than 2 GiB or larger than 4 GiB, got "
             f"{k_cache.size} bytes: change the number of blocks"
         )
     shape = (k_cache.shape[0], k_cache.shape[3])

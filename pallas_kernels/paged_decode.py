@@ -1,17 +1,17 @@
-"""Paged attention for decode: one query token a request, contexts cut into parts (split-K).
+"""Paged attention for decode: one query token per request, and contexts cut into splits (split-K).
 
-How the work is split. A decode step reads every cached key and value once and does little with
-each, so it runs at the speed of memory if enough programs read at the same time. One program takes
-one request, one key head and one part of the context: the query heads of the group share each tile
-that it reads. They are padded to 16 rows, the least that the matrix units take; the padding costs
-arithmetic, of which there is plenty, and no memory traffic. With few requests there are several
-parts for each, enough to fill the device about twice, and a second small kernel merges their
-results; with many there is one part and no second kernel.
+How the work is split. A decode step reads every cached key and value once and does little
+arithmetic with each, so it runs at the speed of memory if enough programs read at the same time.
+One program takes one request, one KV head and one split of the context. The query heads of the
+group share each tile that it reads. They are padded to 16 rows, the minimum of the matrix units;
+the padding costs arithmetic, which is abundant, and no memory traffic. With few requests there are
+several splits of each context, enough to fill the device about twice, and a second small kernel
+merges their results. With many requests there is one split and no second kernel.
 
-The number of parts is fixed when the step is compiled, the length of each is computed by the kernel
-from the real length of the context. So a compiled step serves every context, and parts that turn
-out empty cost nothing. Key heads vary fastest over neighbouring programs because the cache stores
-the heads of a token side by side.
+The number of splits is fixed when the step is compiled. The kernel computes the length of each
+split from the real length of the context. So a compiled step serves every context, and empty splits
+cost nothing. KV heads vary fastest over neighbouring programs, because the cache stores the heads
+of a token contiguously.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels import _attention, _triton, limits, tuning
-from pallas_kernels._attention import Attention, KVSource
+from pallas_kernels._attention import AttentionSpec, KVSource
 from pallas_kernels.tuning import KernelConfig
 
 
@@ -33,54 +34,54 @@ from pallas_kernels.tuning import KernelConfig
     static_argnames=("scale", "window", "soft_cap", "config", "num_splits", "interpret"),
 )
 def paged_decode(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    layer: jax.Array | int,
+    q: Num[Array, "rows heads _"],
+    k_cache: limits.Cache,
+    v_cache: limits.Cache,
+    block_tables: Int32[Array, "_ width"],
+    seq_lens: Int32[Array, " _"],
+    layer: limits.LayerIndex,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    k_scale: limits.Scales | None = None,
+    v_scale: limits.Scales | None = None,
     config: KernelConfig | None = None,
     num_splits: int | None = None,
     interpret: bool = False,
-) -> jax.Array:
-    """Attention of each request's newest token over its whole cached context.
+) -> Float[Array, "rows heads head_dim"]:
+    """Computes attention of each request's newest token over its whole cached context.
 
     Args:
       q: [num_rows, num_heads, head_dim], bfloat16, float16 or float32; row r is the query at
-        position ``seq_lens[r] - 1`` of request r. Query heads ``k * group`` and on, ``group`` of
-        them, share key head k.
+        position ``seq_lens[r] - 1`` of request r. The ``group`` query heads from ``k * group`` on
+        share KV head k.
       k_cache: [num_layers, num_blocks, block_size, num_kv_heads, head_dim], a dtype of
-        `limits.CACHE_DTYPES`; slots that hold no live token may hold anything, NaN included.
+        `limits.CACHE_DTYPES`. Slots without a live token may hold anything, NaN included.
       v_cache: the same shape and dtype.
-      block_tables: i32[num_rows, width], the blocks of each request in order, in [0, num_blocks);
-        entries that its length does not reach may hold anything.
+      block_tables: i32[num_rows, width], the blocks of each request in order, in [0, num_blocks).
+        Entries past the end of the context may hold anything.
       seq_lens: i32[num_rows], tokens of each request in the cache, in [0, width * block_size].
-      layer: index of the layer to read, in [0, num_layers); may be traced.
-      scale: what scores are multiplied by.
-      window: a query at position p sees positions above ``p - window``; None for all.
-      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None to leave them.
-      k_scale: f32[num_layers, num_kv_heads], positive: what the entries of an 8-bit key cache are
-        multiplied by; None for 1 (not with int8).
+      layer: the layer to read, in [0, num_layers); may be traced.
+      scale: factor of the scores.
+      window: a query at position p sees positions above ``p - window``; None: all.
+      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None: they stay.
+      k_scale: f32[num_layers, num_kv_heads], positive: the factor of the entries of an 8-bit key
+        cache; None: 1 (not allowed with int8).
       v_scale: the same for the values.
-      config: tile sizes; None to look them up.
-      num_splits: parts of each context, at least 1; None for enough to fill a device of 132
+      config: tile sizes; None: those of `tuning`.
+      num_splits: splits of each context, at least 1; None: enough to fill a device of 132
         multiprocessors.
-      interpret: run on any device, slowly.
+      interpret: run as plain jax operations, which is slow but works on any device.
 
     Returns:
       [num_rows, num_heads, head_dim] in the dtype of ``q``; zeros where ``seq_lens`` is 0.
 
     Raises:
-      ValueError: a shape, dtype or value that is not supported.
+      ValueError: a shape, dtype or value is not supported.
     """
     limits.check_cache(k_cache, v_cache, k_scale, v_scale)
-    attention = Attention.of(q, k_cache, scale=scale, window=window, soft_cap=soft_cap)
+    attention = AttentionSpec.of(q, k_cache, scale=scale, window=window, soft_cap=soft_cap)
     num_rows, num_heads, head_dim = q.shape
     width = block_tables.shape[1]
     limits.check_shape("block_tables", block_tables, (num_rows, width))
@@ -136,11 +137,11 @@ def _decode_kernel(
     out_ref: Any,
     lse_ref: Any = None,
     *,
-    attention: Attention,
+    attention: AttentionSpec,
     block_n: int,
     num_splits: int,
 ) -> None:
-    """One program: the queries of one group over one part of one request's context."""
+    """One program: the queries of one group over one split of one request's context."""
     kv_head, row, split = (_triton.program_id(axis) for axis in range(3))
     layer = layer_ref[0]
     source = KVSource(k_ref, v_ref, table_ref, row, layer, kv_head)
@@ -149,15 +150,15 @@ def _decode_kernel(
     if attention.window is not None:
         start = jnp.maximum(context - attention.window, 0)
 
-    #   tiles:   first ... lo ......... hi ... last     of block_n positions each;
-    #   split 0 takes the first tiles_per_split of them, and so on: splits at the end may be empty
+    #   tiles:   first ... lo ......... hi ... last     of block_n positions each
+    # Split 0 takes the first tiles_per_split tiles, and so on. The last splits may be empty.
     first = lax.div(start, jnp.int32(block_n))
     last = lax.div(context + (block_n - 1), jnp.int32(block_n))
     tiles_per_split = lax.div(last - first + (num_splits - 1), jnp.int32(num_splits))
     lo = first + split * tiles_per_split
     hi = jnp.minimum(lo + tiles_per_split, last)
 
-    # Padding rows take the heads of the next group, masked: no index is used twice.
+    # Padding rows take the heads of the next group, masked, so that no index occurs twice.
     num_queries = max(16, _triton.power_of_two(attention.group))
     queries = jnp.arange(num_queries, dtype=jnp.int32)
     heads = kv_head * attention.group + queries
@@ -168,7 +169,7 @@ def _decode_kernel(
     k_scale = _attention.load_scale(k_scale_ref, layer, kv_head)
     offsets = jnp.arange(block_n, dtype=jnp.int32)
 
-    def visit(tile: jax.Array, state: _attention.Softmax) -> _attention.Softmax:
+    def visit(tile: Int32[Array, ""], state: _attention.Softmax) -> _attention.Softmax:
         positions = tile * block_n + offsets
         live = (positions >= start) & (positions < context)
         k, v = _attention.load_tile(source, positions, live, attention)
@@ -181,23 +182,29 @@ def _decode_kernel(
         where = out_ref.at[row, heads[:, None], dims]
         _triton.store(where, out.astype(out_ref.dtype), mask=mask)
     else:
-        # An empty part leaves its output as it is; the merge pass sees from the -inf that it is.
+        # An empty split stores no output. Its lse of -inf tells the merge pass.
         not_empty = mask & (hi > lo)
         _triton.store(out_ref.at[row, split, heads[:, None], dims], out, mask=not_empty)
         lse = state.maximum + jnp.log2(state.total)
         _triton.store(lse_ref.at[row, split, heads], lse, mask=is_query)
 
 
-def _merge(partial: jax.Array, lse: jax.Array, *, dtype: Any, interpret: bool) -> jax.Array:
-    """Merges the parts of each context.
+def _merge(
+    partial: Float32[Array, "rows splits heads head_dim"],
+    lse: Float32[Array, "rows splits heads"],
+    *,
+    dtype: Any,
+    interpret: bool,
+) -> Float[Array, "rows heads head_dim"]:
+    """Merges the splits of each context.
 
     Args:
-      partial: f32[num_rows, num_splits, num_heads, head_dim], the output over each part alone;
-        uninitialised for empty parts.
-      lse: f32[num_rows, num_splits, num_heads], log2 of the sum of exponentials over each part;
-        -inf for empty parts.
-      dtype: of the result.
-      interpret: run on any device, slowly.
+      partial: f32[num_rows, num_splits, num_heads, head_dim], the output over each split alone;
+        uninitialised for empty splits.
+      lse: f32[num_rows, num_splits, num_heads], log2 of the sum of exponentials over each split;
+        -inf for empty splits.
+      dtype: dtype of the result.
+      interpret: run as plain jax operations.
 
     Returns:
       [num_rows, num_heads, head_dim].

@@ -1,16 +1,16 @@
 """Paged attention over a packed step: chunks of prompts and single tokens of many requests.
 
 How the work is split. One program takes ``block_q`` consecutive tokens of one request with every
-query head of one group, ``block_q * group`` rows of a matrix product, and walks over the request's
-context from the first visible key to the last. Packing the heads of a group into the rows means
-that each tile of keys is read once for all of them, and that a group of any size fills the rows
-(with a group of 3, 64 rows hold 21 tokens and one idle row). Neighbouring programs are neighbouring
-tokens of the same key head, so they find each other's keys in the cache of the chip.
+query head of one group, which are ``block_q * group`` rows of a matrix product. It walks over the
+request's context from the first visible key to the last. Packing the heads of a group into the rows
+means that one read of a tile of keys serves all of them, and that a group of any size fills the
+rows (with a group of 3, 64 rows hold 21 tokens and one idle row). Neighbouring programs take
+neighbouring tokens of the same KV head, so they find each other's keys in the cache of the chip.
 
-Which program works on which tokens is a list that is computed once from ``query_start`` and is the
-same for every layer. Its length must be fixed when the step is compiled, so it is the most that any
-mix of requests can need: ``num_tokens // block_q`` plus one for each request. Programs left over
-return at once; padding tokens get programs too, which store zeros.
+A list assigns tokens to programs. It is computed once from ``query_start`` and is the same for
+every layer. Its length must be fixed when the step is compiled, so it is the maximum over all mixes
+of requests: ``num_tokens // block_q`` plus one for each request. Surplus programs return at once.
+Padding tokens get programs too, which store zeros.
 
 Along the context, tiles that every row sees in full need no mask:
 
@@ -26,63 +26,64 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int32, Num
 
 from pallas_kernels import _attention, _triton, limits, tuning
-from pallas_kernels._attention import Attention, KVSource, Softmax
+from pallas_kernels._attention import AttentionSpec, KVSource, Softmax
 from pallas_kernels.tuning import KernelConfig
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "config", "interpret"))
 def ragged_attention(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_start: jax.Array,
-    layer: jax.Array | int,
+    q: Num[Array, "tokens heads _"],
+    k_cache: limits.Cache,
+    v_cache: limits.Cache,
+    block_tables: Int32[Array, "rows width"],
+    seq_lens: Int32[Array, " _"],
+    query_start: Int32[Array, " _"],
+    layer: limits.LayerIndex,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
+    k_scale: limits.Scales | None = None,
+    v_scale: limits.Scales | None = None,
     config: KernelConfig | None = None,
     interpret: bool = False,
-) -> jax.Array:
-    """Causal attention of each request's tokens in a step over its cached context.
+) -> Float[Array, "tokens heads head_dim"]:
+    """Computes causal attention of each request's tokens in a step over its cached context.
 
     Args:
-      q: [num_tokens, num_heads, head_dim], bfloat16, float16 or float32; the tokens of request r
-        are ``query_start[r] : query_start[r + 1]`` and the last ones of its context. Query heads
-        ``k * group`` and on, ``group`` of them, share key head k.
+      q: [num_tokens, num_heads, head_dim], bfloat16, float16 or float32. The tokens of request r
+        are ``query_start[r] : query_start[r + 1]``, the last ones of its context. The ``group``
+        query heads from ``k * group`` on share KV head k.
       k_cache: [num_layers, num_blocks, block_size, num_kv_heads, head_dim], a dtype of
-        `limits.CACHE_DTYPES`; slots that hold no live token may hold anything, NaN included.
+        `limits.CACHE_DTYPES`. Slots without a live token may hold anything, NaN included.
       v_cache: the same shape and dtype.
-      block_tables: i32[num_rows, width], the blocks of each request in order, in [0, num_blocks);
-        entries that its length does not reach may hold anything.
-      seq_lens: i32[num_rows], tokens of each request in the cache, those of the step included, in
+      block_tables: i32[num_rows, width], the blocks of each request in order, in [0, num_blocks).
+        Entries past the end of the context may hold anything.
+      seq_lens: i32[num_rows], tokens of each request in the cache, this step's tokens included, in
         [0, width * block_size].
       query_start: i32[num_rows + 1], non-decreasing from 0, at most num_tokens. Tokens from the
         last entry on are padding.
-      layer: index of the layer to read, in [0, num_layers); may be traced.
-      scale: what scores are multiplied by.
-      window: a query at position p sees positions above ``p - window``; None for all.
-      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None to leave them.
-      k_scale: f32[num_layers, num_kv_heads], positive: what the entries of an 8-bit key cache are
-        multiplied by; None for 1 (not with int8).
+      layer: the layer to read, in [0, num_layers); may be traced.
+      scale: factor of the scores.
+      window: a query at position p sees positions above ``p - window``; None: all.
+      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None: they stay.
+      k_scale: f32[num_layers, num_kv_heads], positive: the factor of the entries of an 8-bit key
+        cache; None: 1 (not allowed with int8).
       v_scale: the same for the values.
-      config: tile sizes; None to look them up.
-      interpret: run on any device, slowly.
+      config: tile sizes; None: those of `tuning`.
+      interpret: run as plain jax operations, which is slow but works on any device.
 
     Returns:
       [num_tokens, num_heads, head_dim] in the dtype of ``q``; zeros for padding.
 
     Raises:
-      ValueError: a shape, dtype or value that is not supported.
+      ValueError: a shape, dtype or value is not supported.
     """
     limits.check_cache(k_cache, v_cache, k_scale, v_scale)
-    attention = Attention.of(q, k_cache, scale=scale, window=window, soft_cap=soft_cap)
+    attention = AttentionSpec.of(q, k_cache, scale=scale, window=window, soft_cap=soft_cap)
     num_rows, width = block_tables.shape
     limits.check_shape("block_tables", block_tables, (num_rows, width))
     limits.check_shape("seq_lens", seq_lens, (num_rows,))
@@ -119,12 +120,16 @@ def ragged_attention(
 
 
 def work_list(
-    query_start: jax.Array, seq_lens: jax.Array, *, num_tokens: int, block_q: int
-) -> jax.Array:
-    """What each program along the tokens works on.
+    query_start: Int32[Array, " starts"],
+    seq_lens: Int32[Array, " starts-1"],
+    *,
+    num_tokens: int,
+    block_q: int,
+) -> Int32[Array, "programs 4"]:
+    """Returns the tokens that each program along the grid works on.
 
-    Request i owns the entries from ``query_start[i] // block_q + i`` on, which leaves it one for
-    each ``block_q`` of its tokens and a part of that. Padding is one more request, whose tokens
+    Request i owns the entries from ``query_start[i] // block_q + i`` on: one entry for every
+    ``block_q`` tokens that it has, rounded up. Padding counts as one more request, whose tokens
     have negative positions and so see nothing.
 
     Returns:
@@ -136,7 +141,7 @@ def work_list(
     lens = jnp.append(seq_lens, 0)
     first_entry = starts[:-1] // block_q + jnp.arange(num_rows + 1, dtype=jnp.int32)
     entry = jnp.arange(num_tokens // block_q + num_rows + 1, dtype=jnp.int32)
-    # Counting is a single reduction; a binary search would be a loop, which breaks CUDA graphs.
+    # Counting is a single reduction. A binary search would be a loop, which breaks CUDA graphs.
     row = jnp.sum(first_entry[None, :] <= entry[:, None], axis=1, dtype=jnp.int32) - 1
     token = starts[row] + (entry - first_entry[row]) * block_q
     count = jnp.clip(starts[row + 1] - token, 0, block_q)
@@ -155,33 +160,33 @@ def _ragged_kernel(
     v_scale_ref: Any,
     out_ref: Any,
     *,
-    attention: Attention,
+    attention: AttentionSpec,
     block_m: int,
     block_n: int,
 ) -> None:
-    """One program: some tokens of one request, with the query heads of one group."""
+    """One program: up to ``block_q`` tokens of one request, with the query heads of one group."""
     entry, kv_head = _triton.program_id(0), _triton.program_id(1)
     row, token, count, position = (work_ref[entry, field] for field in range(4))
     layer = layer_ref[0]
     source = KVSource(k_ref, v_ref, table_ref, row, layer, kv_head)
 
-    # Rows are (token, head) pairs. Those left over point past the last token, so that no index
-    # is used twice.
+    # Rows are (token, head) pairs. Surplus rows point past the last token, so that no index occurs
+    # twice.
     index = jnp.arange(block_m, dtype=jnp.int32)
-    step = lax.div(index, jnp.int32(attention.group))
-    is_query = step < count
-    tokens = jnp.where(is_query, token + step, q_ref.shape[0])
+    offset = lax.div(index, jnp.int32(attention.group))
+    is_query = offset < count
+    tokens = jnp.where(is_query, token + offset, q_ref.shape[0])
     heads = kv_head * attention.group + lax.rem(index, jnp.int32(attention.group))
     mask = _attention.rows_mask(is_query, attention)
     where = (tokens[:, None], heads[:, None], _attention.dims(attention))
     q = _triton.load(q_ref.at[where], mask).astype(attention.dot_dtype)
     k_scale = _attention.load_scale(k_scale_ref, layer, kv_head)
-    positions = position + step
-    offsets = jnp.arange(block_n, dtype=jnp.int32)
+    positions = position + offset
+    tile_offsets = jnp.arange(block_n, dtype=jnp.int32)
     start, full_from, full_to, stop = _tile_ranges(attention, position, count, block_n)
 
-    def visit(tile: jax.Array, state: Softmax, *, masked: bool) -> Softmax:
-        keys = tile * block_n + offsets
+    def visit(tile: Int32[Array, ""], state: Softmax, *, masked: bool) -> Softmax:
+        keys = tile * block_n + tile_offsets
         live = None
         if masked:
             live = keys < position + count
@@ -206,14 +211,14 @@ def _ragged_kernel(
 
 
 def _tile_ranges(
-    attention: Attention, position: jax.Array, count: jax.Array, block_n: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Tiles that the rows at positions ``position : position + count`` see.
+    attention: AttentionSpec, position: Int32[Array, ""], count: Int32[Array, ""], block_n: int
+) -> tuple[Int32[Array, ""], Int32[Array, ""], Int32[Array, ""], Int32[Array, ""]]:
+    """Returns the tiles that the queries at ``position : position + count`` see.
 
     Returns:
-      start, full_from, full_to, stop: some row sees a part of tiles ``start : stop``, every row
-      sees all of tiles ``full_from : full_to``. Non-decreasing; all equal if there is nothing to
-      see.
+      start, full_from, full_to, stop: at least one row sees a part of each tile of
+      ``start : stop``, and every row sees all of each tile of ``full_from : full_to``. The four are
+      non-decreasing, and equal if no key is visible.
     """
     size = jnp.int32(block_n)
     end = jnp.where(count > 0, jnp.maximum(position + count, 0), 0)
@@ -222,7 +227,7 @@ def _tile_ranges(
     if attention.window is None:
         zero = jnp.int32(0)
         return zero, zero, full_to, stop
-    # The first row sees the lowest keys, the last row's lowest key is visible to every row.
+    # The first row sees the lowest keys. The lowest key of the last row is visible to every row.
     start = jnp.minimum(lax.div(jnp.maximum(position - attention.window + 1, 0), size), stop)
     lowest = jnp.maximum(position + count - attention.window, 0)
     full_from = jnp.clip(lax.div(lowest + (block_n - 1), size), start, stop)

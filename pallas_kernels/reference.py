@@ -1,33 +1,34 @@
-"""The same functions as the kernels, in plain jnp: what each kernel must compute.
+"""References for the kernels in plain jnp: the same functions, written to be read.
 
-Each has the signature of its kernel, less the arguments that say how to run it. They are written to
-be read: memory and speed do not matter. Tests compare them, and the kernels, with numpy.
+Each reference has the signature of its kernel, without the arguments that control how it runs.
+Memory and speed do not matter. Tests compare references and kernels with numpy.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import limits
 from pallas_kernels.kv_write import quantized
 
 
 def paged_decode(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    layer: jax.Array | int,
+    q: Float[Array, "tokens heads head_dim"],
+    k_cache: limits.Cache,
+    v_cache: limits.Cache,
+    block_tables: Int32[Array, "rows width"],
+    seq_lens: Int32[Array, " rows"],
+    layer: limits.LayerIndex,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-) -> jax.Array:
-    """See `paged_decode.paged_decode`: decode is the ragged form with one token a request."""
+    k_scale: limits.Scales | None = None,
+    v_scale: limits.Scales | None = None,
+) -> Float[Array, "tokens heads head_dim"]:
+    """See `paged_decode.paged_decode`. Decode is ragged attention with one token per request."""
     query_start = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
     return ragged_attention(
         q,
@@ -46,26 +47,26 @@ def paged_decode(
 
 
 def ragged_attention(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_start: jax.Array,
-    layer: jax.Array | int,
+    q: Float[Array, "tokens heads head_dim"],
+    k_cache: limits.Cache,
+    v_cache: limits.Cache,
+    block_tables: Int32[Array, "rows width"],
+    seq_lens: Int32[Array, " rows"],
+    query_start: Int32[Array, " rows+1"],
+    layer: limits.LayerIndex,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-) -> jax.Array:
+    k_scale: limits.Scales | None = None,
+    v_scale: limits.Scales | None = None,
+) -> Float[Array, "tokens heads head_dim"]:
     """See `ragged_attention.ragged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     _, num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     num_rows, width = block_tables.shape
 
-    # The request of each token, and the position that its query has there.
+    # The request of each token, and the token's position in it.
     token = jnp.arange(num_tokens)
     row = jnp.searchsorted(query_start, token, side="right") - 1
     real = row < num_rows
@@ -73,7 +74,7 @@ def ragged_attention(
     position = seq_lens[row] - query_start[row + 1] + token
     length = jnp.where(real, seq_lens[row], 0)
 
-    # [num_tokens, context, num_kv_heads, head_dim]: every position that the table could hold.
+    # [num_tokens, context, num_kv_heads, head_dim], for every position that the table has room for.
     context = jnp.arange(width * block_size)
     block = jnp.clip(block_tables, 0, num_blocks - 1)[row][:, context // block_size]
     k = _dequantized(k_cache, k_scale)[layer, block, context % block_size]
@@ -94,22 +95,22 @@ def ragged_attention(
 
 
 def kv_write(
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    slots: jax.Array,
-    layer: jax.Array | int,
+    k_cache: limits.Cache,
+    v_cache: limits.Cache,
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    slots: Int32[Array, " tokens"],
+    layer: limits.LayerIndex,
     *,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    k_scale: limits.Scales | None = None,
+    v_scale: limits.Scales | None = None,
+) -> tuple[limits.Cache, limits.Cache]:
     """See `kv_write.kv_write`."""
     _, num_blocks, block_size, _, _ = k_cache.shape
-    # A negative index would wrap; one past the end is dropped.
+    # A negative index would wrap around; an index past the end is dropped.
     block = jnp.where(slots < 0, num_blocks, slots // block_size)
 
-    def written(cache: jax.Array, x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    def written(cache: jax.Array, x: jax.Array, scale: limits.Scales | None) -> jax.Array:
         if limits.is_quantized(cache.dtype):
             x = quantized(x, 1.0 if scale is None else scale[layer][:, None], cache.dtype)
         return cache.at[layer, block, slots % block_size].set(x.astype(cache.dtype), mode="drop")
@@ -117,7 +118,9 @@ def kv_write(
     return written(k_cache, k, k_scale), written(v_cache, v, v_scale)
 
 
-def _dequantized(cache: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """The cache in float32, multiplied by the scale of each layer and head."""
+def _dequantized(
+    cache: limits.Cache, scale: limits.Scales | None
+) -> Float32[Array, "layers blocks block_size kv_heads head_dim"]:
+    """Returns the cache in float32, multiplied by the scale of each layer and head."""
     values = cache.astype(jnp.float32)
     return values if scale is None else values * scale[:, None, None, :, None]

@@ -1,6 +1,7 @@
-"""Tile sizes of the kernels: a small table, looked up once for each kernel, model and device.
+"""Tile sizes of the kernels, from a small table by kernel, model and device.
 
-To tune for a device, add an entry above the general ones.
+To tune for a device, add entries for it above the general ones; `scripts/tune_kernels.py` finds
+them.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from jax.typing import DTypeLike
 DECODE = "decode"
 RAGGED = "ragged"
 
-# Programs that keep a streaming multiprocessor busy while others of them wait for memory.
+# With two programs, a streaming multiprocessor runs one while the other waits for memory.
 _PROGRAMS_PER_SM = 2
-# Of an H200, for calls that do not say.
 NUM_SMS = 132
-# Each split costs the merge pass one more row of partial results to read.
+"""Streaming multiprocessors of an H200, the default when a caller passes no number."""
+# Each split is one more row of partial results that the merge pass reads.
 _MAX_SPLITS = 64
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """How an attention kernel is cut into programs.
+    """The tile sizes of an attention kernel.
 
     Attributes:
       block_m: (query token, head) pairs of a program, a power of two of at least 16. The decode
-        kernel takes the heads of one group and ignores this.
-      block_n: keys read in one iteration, a power of two of at least 16.
-      num_warps: warps that run a program.
+        kernel ignores it: one of its programs serves the heads of one group.
+      block_n: keys that a program reads in one iteration, a power of two of at least 16.
+      num_warps: warps of a program.
       num_stages: iterations whose loads are in flight at once.
     """
 
@@ -41,10 +42,10 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A line of the table: which calls it is for, and their configuration.
+    """A line of the table: a configuration and the calls that it applies to.
 
-    An entry matches heads of up to ``max_head_dim``, groups of up to ``max_group``, operands of up
-    to ``max_itemsize`` bytes, and devices whose name contains ``device``.
+    An entry matches heads of up to ``max_head_dim``, groups of up to ``max_group`` query heads,
+    operands of up to ``max_itemsize`` bytes, and devices whose name contains ``device``.
     """
 
     kernel: str
@@ -68,14 +69,14 @@ _TABLE = (
 def kernel_config(
     kernel: str, *, head_dim: int, group: int, dtype: DTypeLike, device: str = ""
 ) -> KernelConfig:
-    """The configuration of ``kernel``: the first entry of the table that matches.
+    """Returns the configuration of ``kernel``: the first entry of the table that matches.
 
     Args:
       kernel: `DECODE` or `RAGGED`.
       head_dim: size of a head, at most 256.
-      group: query heads that share a key head, at most 128.
-      dtype: of the operands of the matrix products (`limits.dot_dtype`), at most 4 bytes.
-      device: name of the device ("NVIDIA H200"), or "" where it is not known.
+      group: query heads that share a KV head, at most 128.
+      dtype: operand dtype of the matrix products (`limits.dot_dtype`), at most 4 bytes.
+      device: name of the device ("NVIDIA H200"), or "" if unknown.
     """
     itemsize = jnp.dtype(dtype).itemsize
     for entry in _TABLE:
@@ -93,16 +94,16 @@ def kernel_config(
 def decode_splits(
     *, num_rows: int, num_kv_heads: int, max_context: int, block_n: int, num_sms: int = NUM_SMS
 ) -> int:
-    """Into how many parts to cut each context, so that a decode step fills the device about twice.
+    """Returns the number of splits of each context with which a decode step fills the device twice.
 
-    With many rows the programs of the rows alone fill it: the answer is 1, and the pass that
-    merges the parts falls away.
+    With many rows, one program for each row and KV head fills the device. The result is then 1, and
+    no merge pass runs.
 
     Args:
       num_rows: rows of the step, padding included.
-      num_kv_heads: key heads of a layer.
+      num_kv_heads: KV heads of a layer.
       max_context: tokens that a block table can hold.
-      block_n: keys that a program reads in one iteration; no part is shorter.
+      block_n: keys that a program reads in one iteration; no split is shorter.
       num_sms: streaming multiprocessors of the device.
     """
     wanted = round(_PROGRAMS_PER_SM * num_sms / (num_rows * num_kv_heads))

@@ -1,4 +1,4 @@
-"""The calls that `aot_check.py` compiles: the shapes of real models, and every option once."""
+"""The kernel calls that `aot_check.py` compiles: shapes of real models, and every option once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Args: TypeAlias = tuple[jax.ShapeDtypeStruct | None, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A call, the kernels that it must be made of, and the arguments whose memory it takes over."""
+    """A call, the kernels that it must contain, and the indices of its donated arguments."""
 
     name: str
     fn: Callable[..., Any]
@@ -35,14 +35,14 @@ class Case:
 
     @property
     def donated_bytes(self) -> int:
-        """Bytes of the arguments whose memory is taken over."""
+        """Size of the donated arguments in bytes."""
         arrays = filter(None, (self.args[i] for i in self.donated))
         return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention of a model, and how its cache is kept."""
+    """The attention heads of a model, and the layout of its cache."""
 
     num_heads: int
     num_kv_heads: int
@@ -75,7 +75,7 @@ MODELS = {
 
 
 def cases() -> Iterator[Case]:
-    """Every call to compile."""
+    """Yields every call to compile."""
     for name, heads in MODELS.items():
         yield _decode(f"decode {name}", heads, num_rows=8)
         yield _ragged(f"ragged {name}", heads, num_tokens=2048, num_rows=32)
@@ -100,7 +100,7 @@ def _ragged(name: str, heads: Heads, *, num_tokens: int, num_rows: int) -> Case:
 def _attention(
     name: str, heads: Heads, attention: Callable[..., Any], args: Args, kernels: tuple[str, ...]
 ) -> Case:
-    """A call of an attention kernel on ``args``, the layer and the scales."""
+    """Returns a call of an attention kernel on ``args``, the layer and the scales."""
 
     def fn(*args: Any) -> jax.Array:
         *data, k_scale, v_scale = args
@@ -122,19 +122,19 @@ def _write(name: str, heads: Heads, *, num_tokens: int) -> Case:
 
 
 def _cache(heads: Heads) -> Args:
-    """The keys and the values."""
+    """Returns the keys and the values."""
     shape = (NUM_LAYERS, NUM_BLOCKS, heads.block_size, heads.num_kv_heads, heads.head_dim)
     return (jax.ShapeDtypeStruct(shape, heads.cache_dtype or heads.dtype),) * 2
 
 
 def _scales(heads: Heads) -> Args:
-    """The scales of the cache, if it is one of 8 bits."""
+    """Returns the scales of the cache, which are None unless it has 8 bits."""
     if not limits.is_quantized(heads.cache_dtype or heads.dtype):
         return (None, None)
     return (jax.ShapeDtypeStruct((NUM_LAYERS, heads.num_kv_heads), jnp.float32),) * 2
 
 
 def _tables(num_rows: int) -> Args:
-    """The block tables and the lengths."""
+    """Returns the block tables and the lengths."""
     tables = jax.ShapeDtypeStruct((num_rows, WIDTH), jnp.int32)
     return tables, jax.ShapeDtypeStruct((num_rows,), jnp.int32)

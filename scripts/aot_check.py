@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Compiles every kernel, and whole steps, for an H200 without one, and prints what became of them.
+"""Compiles every kernel, and whole steps, for an H200 without a GPU, and reports on the result.
 
     python scripts/aot_check.py [--filter REGEX] [--layers N] [--dump FOLDER]
 
-One line a kernel: its grid and warps, registers a thread, bytes spilled to memory, bytes of shared
+One line per kernel: grid and warps, registers per thread, bytes spilled to memory, bytes of shared
 memory, programs that fit on a multiprocessor at once (an estimate), matrix instructions of a warp
 group (wgmma) and of a warp (mma), and asynchronous 16-byte loads.
 
-One line a step of a model: CUDA graphs that the host starts, operations in them and outside of
-them, kernels and how many of those spill, bytes of the KV cache and last tokens, of results that
-are written in place and of memory used besides, copies of the size of a cache, and what is computed
-again to save memory.
+One line per step of a model: CUDA graphs that the host launches, operations inside and outside of
+them, kernels and the number of them that spill, bytes of the KV cache and last tokens, bytes of
+results written in place, bytes of other memory, copies of the size of a cache, and instructions
+that are recomputed to save memory.
 
-Exits with 1 if something does not compile, spills, or copies what it should write in place, or if a
-step is not one CUDA graph or computes something twice, and with 2 if the compiler is not installed:
-the wheels jax-cuda13-plugin and jax-cuda13-pjrt of the version of jax (no driver, no toolkit), and
-a ptxas that knows PTX 9.0 or newer, for the registers.
+Exits with 1 if a case does not compile, spills, or copies an array that it should write in place,
+or if a step is not one CUDA graph or recomputes anything. Exits with 2 if the compiler is not
+installed: the wheels jax-cuda13-plugin and jax-cuda13-pjrt of the installed version of jax (no
+driver, no toolkit), and a ptxas for PTX 9.0 or newer, which counts the registers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HEADER = (
 
 
 def row(case: str, report: Report) -> str:
-    """The line of the table."""
+    """Returns the line of the table for a kernel."""
     numbers = (
         report.threads // 32,
         report.registers,
@@ -70,7 +70,11 @@ def row(case: str, report: Report) -> str:
 
 
 def compile_case(case: Case, folder: Path, ptxas: str) -> list[Report]:
-    """Compiles a case, leaving the compiler's files in ``folder``."""
+    """Compiles a case and keeps the compiler's files in ``folder``.
+
+    Raises:
+      RuntimeError: the program copies a donated argument, or lacks a kernel.
+    """
     program = deviceless.compile_for_h200(
         jax.jit(case.fn, donate_argnums=case.donated),
         *case.args,
@@ -80,17 +84,17 @@ def compile_case(case: Case, folder: Path, ptxas: str) -> list[Report]:
     shared, scratch = memory.alias_size_in_bytes, memory.temp_size_in_bytes
     if case.donated and (shared < case.donated_bytes or scratch >= case.donated_bytes):
         raise RuntimeError(
-            f"copies what it could write in place: {case.donated_bytes} bytes are given, {shared} "
-            f"are taken over, {scratch} are used besides"
+            f"copies an array that it could write in place: of {case.donated_bytes} donated bytes "
+            f"{shared} are reused, and {scratch} more are allocated"
         )
     return list(read_dump(folder, case.kernels, ptxas))
 
 
 def check_kernels(case: Case, folder: Path, ptxas: str) -> tuple[int, int]:
-    """Compiles a case and prints its lines; returns how many kernels are good, and how many bad."""
+    """Compiles a case and prints its lines; returns the numbers of good and of bad kernels."""
     try:
         reports = compile_case(case, folder, ptxas)
-    except Exception as error:  # whatever the compiler may raise is a line of the table
+    except Exception as error:  # any error of the compiler becomes a line of the table
         print(f"{case.name:36s} FAILED: {type(error).__name__}: {error}", flush=True)
         return 0, 1
     for report in reports:
@@ -102,7 +106,7 @@ def check_kernels(case: Case, folder: Path, ptxas: str) -> tuple[int, int]:
 def check_step(
     case: StepCase, folder: Path, ptxas: str, *, num_layers: int | None
 ) -> tuple[int, int]:
-    """The same for a whole step, which counts as one."""
+    """Does the same for a whole step, which counts as one case."""
     try:
         report = compile_step(case, folder, ptxas, num_layers=num_layers)
     except Exception as error:
@@ -115,8 +119,8 @@ def check_step(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--filter", default="", help="only the cases whose name matches")
-    parser.add_argument("--layers", type=int, help="of the models of steps; unset: all of them")
+    parser.add_argument("--filter", default="", help="compile only the cases whose name matches")
+    parser.add_argument("--layers", type=int, help="layers of each model in the steps; unset: all")
     parser.add_argument("--dump", type=Path, help="keep the compiler's files in this folder")
     options = parser.parse_args(arguments)
     ptxas = find_ptxas()
@@ -124,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = "ptxas" if deviceless.is_available() else "the wheel jax-cuda13-plugin"
         print(f"cannot compile for a GPU here: {missing} is missing", file=sys.stderr)
         return 2
-    # The CUDA plugin is a compiler here, not a device.
+    # The CUDA plugin serves as a compiler here and provides no device.
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     print(f"jax {jax.__version__}, for {deviceless.DEVICE}")
@@ -148,7 +152,7 @@ def run(
     folder: Path,
     header: str,
 ) -> list[tuple[int, int]]:
-    """Checks the cases whose name matches, under a header if there are any."""
+    """Checks the cases whose name matches, below a header if there are any."""
     chosen = [case for case in found if re.search(pattern, case.name)]
     if chosen:
         print(header)

@@ -1,4 +1,4 @@
-"""Reads what the compiler leaves in a folder about a program: its kernels and its CUDA graphs."""
+"""Reads the files that the compiler dumps about a program: its kernels and its CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Of one multiprocessor of an H200.
+# The resources of one multiprocessor of an H200.
 REGISTERS = 65536
 SHARED_BYTES = 233472
 THREADS = 2048
 MAX_PROGRAMS = 32
-RESERVED_SHARED_BYTES = 1024  # a program, on top of what it asks for
-# The file, among those that the compiler leaves, that lists the operations of a program in order.
+RESERVED_SHARED_BYTES = 1024  # for each program, besides the bytes that it requests
+# The dumped file that lists the operations of a program in order.
 LISTING = "*.thunk_sequence_after_thunk_passes.txt"
 
 
 def dump_options(folder: Path) -> dict[str, Any]:
-    """The options of the compiler that make it leave what the functions below read."""
+    """Returns the compiler options that dump the files for the functions below."""
     return {
         "xla_dump_to": str(folder),
         "xla_dump_hlo_as_text": True,
@@ -33,7 +33,7 @@ def dump_options(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one kernel; bytes unless a name says otherwise."""
+    """The resources and instructions of one kernel; ``shared`` and ``spilled`` are in bytes."""
 
     kernel: str
     grid: str
@@ -47,9 +47,9 @@ class Report:
 
     @property
     def programs_per_sm(self) -> int:
-        """How many programs a multiprocessor has room for."""
+        """The number of programs that a multiprocessor has room for."""
         warps = self.threads // 32
-        registers_per_warp = -(-self.registers * 32 // 256) * 256  # given out in units of 256
+        registers_per_warp = -(-self.registers * 32 // 256) * 256  # allocated in units of 256
         return min(
             REGISTERS // (registers_per_warp * warps),
             SHARED_BYTES // (self.shared + RESERVED_SHARED_BYTES),
@@ -60,10 +60,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Launches:
-    """What the host has to start to run a program once.
+    """The launches that the host makes to run a program once.
 
-    ``num_graphs`` CUDA graphs, with ``num_in_graphs`` operations in them, and ``outside``, the
-    operations that are in none.
+    Attributes:
+      num_graphs: CUDA graphs.
+      num_in_graphs: operations inside graphs.
+      outside: operations outside graphs.
     """
 
     num_graphs: int
@@ -72,7 +74,11 @@ class Launches:
 
 
 def read_dump(folder: Path, kernels: tuple[str, ...], ptxas: str) -> Iterator[Report]:
-    """Reads what the compiler left in ``folder`` about the kernels named."""
+    """Yields a report for each of ``kernels``, read from the dump in ``folder``.
+
+    Raises:
+      RuntimeError: the program has no kernel of a name, or ptxas fails.
+    """
     launch = re.compile(
         r"kCustomKernel\s+\[[^\]]*\]\s+(\S+) grid: \[([\d, ]+)\] threads: \[(\d+)[^\]]*\]"
         r"\s+shared_memory: (\d+)"
@@ -102,7 +108,7 @@ def read_dump(folder: Path, kernels: tuple[str, ...], ptxas: str) -> Iterator[Re
 
 
 def find_kernels(folder: Path) -> dict[str, Path]:
-    """The PTX file of every kernel of the program in ``folder``, by the name of the kernel."""
+    """Returns the PTX file of every kernel of the program in ``folder``, by kernel name."""
     codes = {}
     for path in folder.glob("*.ptx"):
         entry = re.search(r"\.entry (\w+)", path.read_text())
@@ -112,7 +118,7 @@ def find_kernels(folder: Path) -> dict[str, Path]:
 
 
 def resources(code: Path, ptxas: str) -> tuple[int, int]:
-    """Registers a thread, and bytes spilled, of the one kernel in a PTX file."""
+    """Returns registers per thread and bytes spilled of the only kernel in a PTX file."""
     target = re.search(r"\.target\s+(sm_\w+)", code.read_text())
     assert target is not None
     command = [ptxas, "-v", f"--gpu-name={target[1]}", str(code), "-o", os.devnull]
@@ -126,14 +132,14 @@ def resources(code: Path, ptxas: str) -> tuple[int, int]:
 
 
 def find_ptxas() -> str | None:
-    """The assembler of the toolkit or of the wheel nvidia-cuda-nvcc."""
+    """Returns the assembler of the toolkit or of the wheel nvidia-cuda-nvcc, if installed."""
     wheels = [str(Path(p) / "nvidia/cu13/bin") for p in sys.path]
     places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", *wheels])
     return shutil.which("ptxas", path=places)
 
 
 def read_launches(listing: Path) -> Launches:
-    """Reads how the operations of a program are started, from its list of them (`LISTING`)."""
+    """Reads the launches of a program from the list of its operations (`LISTING`)."""
     num_graphs, num_in_graphs, outside = 0, 0, []
     for line in listing.read_text().splitlines():
         operation = re.match(r"(\s*)\d+: (k\w+)\s+(?:\[[^\]]*\]\s*)?(.*)", line)

@@ -1,4 +1,4 @@
-"""Compiles whole steps of an engine for an H200, without one: cases, and what must hold of them."""
+"""Compiles whole steps of an engine for an H200 without a GPU: cases, and checks of the result."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from pallas_kernels.testing import deviceless
 DEVICE = Device("gpu", deviceless.DEVICE, 0, True, compute_capability=(9, 0), num_cores=132)
 DTYPE = "bfloat16"
 MAX_NUM_SEQS = 256
-# As on that device, where the cache takes what the weights leave: how the compiler goes about
-# memory depends on it.
+# As on the device, where the cache takes the memory that the weights leave. The compiler's choices
+# depend on the free memory.
 CACHE_BYTES = 100 * 10**9
 
 STEP_COLUMNS = "{:36s} {:>6s} {:>7s} {:>7s} {:>8s} {:>5s} {:>13s} {:>13s} {:>11s} {:>6s} {:>5s}"
@@ -47,7 +47,7 @@ STEP_HEADER = (
 
 @dataclass(frozen=True)
 class StepCase:
-    """A bucket of an engine that serves a model of `gpu.models.CONFIGS`."""
+    """A bucket of an engine that runs a model of `gpu.models.CONFIGS`."""
 
     model: str
     num_tokens: int
@@ -55,26 +55,26 @@ class StepCase:
 
     @property
     def name(self) -> str:
-        """As the table shows it."""
+        """The name in the table."""
         kind = "decode" if self.num_tokens == self.num_rows else f"{self.num_tokens} tokens,"
         return f"step {self.model} {kind} {self.num_rows} rows"
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What became of a step.
+    """The properties of a compiled step.
 
     Attributes:
-      num_graphs: CUDA graphs that the host starts.
-      num_in_graphs: operations in them.
-      outside: operations that the host starts one by one.
-      num_kernels: different kernels of the program, the compiler's own included.
-      spilling: names of the kernels that keep registers in memory.
-      state_bytes: the KV cache and the last tokens, which are donated.
-      alias_bytes: of the results that take over the memory of arguments.
-      temp_bytes: what the program needs besides arguments and results.
-      copies: instructions that make something of the size of a cache, other than in place.
-      recomputed: instructions that the compiler runs again to save memory.
+      num_graphs: CUDA graphs that the host launches.
+      num_in_graphs: operations inside the graphs.
+      outside: operations that the host launches one by one.
+      num_kernels: distinct kernels of the program, including those that the compiler generates.
+      spilling: names of the kernels that spill registers to memory.
+      state_bytes: size of the KV cache and the last tokens, which are donated.
+      alias_bytes: size of the results that reuse the memory of arguments.
+      temp_bytes: memory of the program besides arguments and results.
+      copies: instructions that write an array of the size of a cache, not in place.
+      recomputed: instructions that the compiler duplicates to save memory.
     """
 
     num_graphs: int
@@ -90,10 +90,10 @@ class StepReport:
 
     @property
     def problems(self) -> list[str]:
-        """What must not be, in words."""
+        """The violated requirements, as messages."""
         found = []
         if self.num_graphs != 1 or self.outside:
-            found.append(f"{self.num_graphs} graphs, outside of them {list(self.outside)}")
+            found.append(f"{self.num_graphs} graphs, outside of graphs {list(self.outside)}")
         if self.spilling:
             found.append(f"registers spill in {', '.join(self.spilling)}")
         if self.alias_bytes != self.state_bytes:
@@ -101,11 +101,11 @@ class StepReport:
         if self.copies:
             found.append(f"the cache is copied: {'; '.join(self.copies)}")
         if self.recomputed:
-            found.append(f"computed again: {', '.join(self.recomputed)}")
+            found.append(f"recomputed: {', '.join(self.recomputed)}")
         return found
 
     def row(self, case: str) -> str:
-        """The line of the table."""
+        """Returns the line of the table for a case."""
         numbers = (
             self.num_graphs,
             self.num_in_graphs,
@@ -122,7 +122,7 @@ class StepReport:
 
 
 def step_cases() -> Iterator[StepCase]:
-    """Decode with split contexts and without, and a mixed step, at the shapes of two models."""
+    """Yields decode with and without split contexts, and a mixed step, for two models."""
     for model in ("smollm2-135m", "llama-3.1-8b"):
         yield StepCase(model, 8, 8)
         yield StepCase(model, MAX_NUM_SEQS, MAX_NUM_SEQS)
@@ -132,9 +132,13 @@ def step_cases() -> Iterator[StepCase]:
 def compile_step(
     case: StepCase, folder: Path, ptxas: str, *, num_layers: int | None = None
 ) -> StepReport:
-    """Compiles a step, leaving the compiler's files in ``folder``; nothing is allocated.
+    """Compiles a step without allocating arrays.
 
-    ``num_layers``: of the model; None for all of them.
+    Args:
+      case: the step.
+      folder: receives the compiler's files.
+      ptxas: the assembler.
+      num_layers: layers of the model; None: all.
     """
     spec = spec_of(case.model, num_layers=num_layers)
     bind, params = abstract_params(spec, DTYPE)
@@ -169,7 +173,7 @@ def compile_step(
 def report_of(
     program: jax.stages.Compiled, state: StepState, folder: Path, ptxas: str
 ) -> StepReport:
-    """Reads what the compiler made of a step with this state."""
+    """Returns the report on a compiled step with this state, from the dump in ``folder``."""
     (listing,) = folder.glob(LISTING)
     launches = read_launches(listing)
     codes = find_kernels(folder)
@@ -189,14 +193,14 @@ def report_of(
 
 
 def find_copies(text: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """The instructions of a compiled program that make an array with as many elements as a cache.
+    """Returns the instructions of a program that write an array with as many elements as a cache.
 
-    Not those that only name one (parameters, tuples, bitcasts) and not custom calls: what a kernel
-    does not write in place shows in the bytes of memory.
+    Instructions that only name an array (parameters, tuples, bitcasts) do not count. Nor do custom
+    calls: an array that a kernel does not write in place shows in the bytes of memory.
 
     Args:
-      text: of the program, in HLO.
-      shape: of the cache.
+      text: the program in HLO.
+      shape: shape of the cache.
     """
     size = math.prod(shape)
     harmless = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call"}

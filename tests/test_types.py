@@ -16,7 +16,13 @@ import pytest
 from jaxserve.ops.attention import AttentionMeta
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("jaxserve/ops", "jaxserve/sampling", "jaxserve/runner")
+CHECKED = (
+    "jaxserve/ops",
+    "jaxserve/models",
+    "jaxserve/sampling",
+    "jaxserve/runner",
+    "pallas_kernels",
+)
 ARRAY = re.compile(r"\b(Array|Leaf|ndarray)\b")
 
 WRONG_SHAPE = """

@@ -1,5 +1,5 @@
-"""Model families in flax: layers, their composition, and the reading of config.json and weights.
+"""Model families in flax: their layers, and how config.json and weights are read.
 
-Knows the shape of a model (`spec`) and the ops; a family is one file and one line in `registry`.
+Knows the shape of a model (`spec`) and the ops. A family is one file and one line in `registry`.
 Knows nothing of requests, steps or sampling.
 """

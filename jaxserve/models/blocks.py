@@ -1,7 +1,8 @@
-"""The blocks that decoder models are made of: parameters in nnx modules, math in functions.
+"""The layers of decoder models: nnx modules that hold parameters and call the ops.
 
-Dimensions: T tokens of a step, D hidden size, F intermediate size, H query heads, K key-value
-heads, V vocabulary, L layers.
+Dimensions in docstrings of models and ops: T tokens of a step, R rows, N query heads, K key-value
+heads, H head_dim, D model width (hidden_size), F MLP width (intermediate_size), V vocabulary, L
+layers, B blocks, S block_size.
 """
 
 from __future__ import annotations
@@ -11,76 +12,89 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.spec import ModelSpec
-from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
+from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache, LayerIndex
 from jaxserve.ops.elementwise import ACTIVATIONS, rms_norm
 from jaxserve.ops.rope import rotate
 
+Hidden = Float[Array, "tokens hidden"]
+"""The residual stream or a part of it, [T, D], in the dtype of the parameters."""
+
 
 class StepContext(NamedTuple):
-    """What every layer needs to know about the step.
+    """The inputs of a step that every layer needs.
 
     Attributes:
-      meta: where the tokens belong.
-      cos, sin: f32[T, head_dim / 2], the rotation of each token.
-      attention: how the cache is written and read.
+      meta: maps each token to its request and to its place in the cache.
+      cos, sin: f32[T, H / 2], the rotation of each token.
+      attention: the backend that writes and reads the cache.
     """
 
     meta: AttentionMeta
-    cos: jax.Array
-    sin: jax.Array
+    cos: Float32[Array, "tokens half_head_dim"]
+    sin: Float32[Array, "tokens half_head_dim"]
     attention: AttentionBackend
 
 
 def parameter(*shape: int, parts: tuple[tuple[str, int], ...] = ()) -> nnx.Param:
-    """An array to be loaded; float32 stands for the dtype, which is chosen when it is.
+    """Returns a parameter without values, to be loaded.
 
-    ``parts`` cuts the last axis: name and size of each piece, where a checkpoint has them apart.
+    Args:
+      shape: the shape. The dtype float32 is a placeholder; `models.loading` chooses the real one.
+      parts: name and size of each part of the last axis that a checkpoint stores as a tensor of its
+        own.
     """
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), parts=parts)
 
 
 class Linear(nnx.Module):
-    """``x @ weight + bias``; several layers in one if ``outputs`` has the size of each by name."""
+    """``x @ weight + bias``, or several such layers fused into one.
+
+    Args:
+      num_inputs: size of the input.
+      outputs: size of the output; for fused layers the size of each by its name.
+      bias: adds a bias.
+    """
 
     def __init__(
         self, num_inputs: int, outputs: int | dict[str, int], *, bias: bool = False
     ) -> None:
-        cut = () if isinstance(outputs, int) else tuple(outputs.items())
+        parts = () if isinstance(outputs, int) else tuple(outputs.items())
         num_outputs = outputs if isinstance(outputs, int) else sum(outputs.values())
-        # [in, out], the other way round than in a checkpoint: twice as fast for few tokens.
-        self.weight = parameter(num_inputs, num_outputs, parts=cut)
-        self.bias = parameter(num_outputs, parts=cut) if bias else None
+        # Checkpoints store [out, in]. The transpose [in, out] is twice as fast for few tokens.
+        self.weight = parameter(num_inputs, num_outputs, parts=parts)
+        self.bias = parameter(num_outputs, parts=parts) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "tokens in"]) -> Float[Array, "tokens out"]:
         y = x @ self.weight[...]
         return y if self.bias is None else y + self.bias[...]
 
 
 class RMSNorm(nnx.Module):
-    """See `ops.norm.rms_norm`."""
+    """`ops.elementwise.rms_norm` with its weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         self.weight = parameter(size)
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         return rms_norm(x, self.weight[...], eps=self.eps)
 
 
 class Embed(nnx.Module):
-    """Token vectors; also an output head, with the same layout: [V, D]."""
+    """The token embedding [V, D], or an output head, which has the same layout."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.weight = parameter(spec.vocab_size, spec.hidden_size)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """i32[T] -> [T, D]."""
+    def __call__(self, tokens: Int32[Array, " tokens"]) -> Hidden:
+        """Returns the vectors [T, D] of tokens i32[T]."""
         return self.weight[...][tokens]
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """[T, D] -> f32[T, V]."""
+    def logits(self, x: Hidden) -> Float32[Array, "tokens vocab"]:
+        """Returns the logits f32[T, V] of hidden states [T, D]."""
         return jnp.einsum("td,vd->tv", x, self.weight[...], preferred_element_type=jnp.float32)
 
 
@@ -102,14 +116,22 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Hidden,
         kv: KVCache,
-        layer: jax.Array | int,
+        layer: LayerIndex,
         step: StepContext,
         *,
         window: int | None,
-    ) -> tuple[jax.Array, KVCache]:
-        """[T, D] -> [T, D] and the cache with the step's keys and values in it."""
+    ) -> tuple[Hidden, KVCache]:
+        """Returns the output [T, D], and the cache with the step's keys and values.
+
+        Args:
+          x: [T, D], normalised.
+          kv: the cache.
+          layer: the layer of the cache that belongs to this module, in [0, L).
+          step: the inputs that all layers share.
+          window: a query sees the latest ``window`` positions, its own included; None: all.
+        """
         num_tokens = x.shape[0]
         q_end, k_end = self.sizes[0], self.sizes[0] + self.sizes[1]
         q, k, v = jnp.split(self.qkv(x), (q_end, k_end), axis=-1)
@@ -133,13 +155,13 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear(spec.hidden_size, {"gate": size, "up": size}, bias=spec.mlp_bias)
         self.down = Linear(size, spec.hidden_size, bias=spec.mlp_bias)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Hidden) -> Hidden:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(ACTIVATIONS[self.activation](gate) * up)
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then MLP, each on the normalised stream and added back to it."""
+    """Attention, then MLP; each reads the normalised residual stream and adds to the stream."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
@@ -149,14 +171,14 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Hidden,
         kv: KVCache,
-        layer: jax.Array | int,
+        layer: LayerIndex,
         step: StepContext,
         *,
         window: int | None,
-    ) -> tuple[jax.Array, KVCache]:
-        """[T, D] -> [T, D] and the cache; ``layer`` says which of the cache's layers is ours."""
+    ) -> tuple[Hidden, KVCache]:
+        """Returns the residual stream [T, D] and the cache; arguments as in `Attention`."""
         with jax.named_scope("attention"):
             out, kv = self.attention(self.attention_norm(x), kv, layer, step, window=window)
             x = x + out

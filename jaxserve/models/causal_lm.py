@@ -1,7 +1,7 @@
 """A decoder-only language model, the base of every family.
 
-A family is a subclass in a file of its own, which says how its config and its weights are named,
-and a line in `registry.MODELS`.
+A family is a subclass in its own file, with the names of its weights and the defaults of its
+config.json, and a line in `registry.MODELS`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float32, Int32
 
 from jaxserve.checkpoint.mapping import Rule
 from jaxserve.errors import ConfigError
-from jaxserve.models.blocks import DecoderLayer, Embed, RMSNorm, StepContext
+from jaxserve.models.blocks import DecoderLayer, Embed, Hidden, RMSNorm, StepContext
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 from jaxserve.ops.rope import cos_sin
@@ -25,18 +26,18 @@ Loop = Literal["scan", "unroll"]
 
 
 class CausalLM(nnx.Module):
-    """Embedding, decoder layers, norm, head.
+    """A token embedding, decoder layers, a norm and an output head.
 
-    With ``loop="scan"`` each parameter of the layers is one array [L, ...] and the program holds
-    one layer; with ``"unroll"`` every layer has its own arrays and is written out.
+    With ``loop="scan"`` each parameter of the layers is one array [L, ...] and the compiled program
+    contains one layer. With ``"unroll"`` every layer has its own arrays and its own code.
 
     Class attributes of a family:
-      RULES: where each tensor of a checkpoint goes.
-      IGNORED: tensors that the model has no use for, named as in rules.
-      COPIES_OF_TIED: tensors that repeat the embedding when it is the head too.
-      HF_DEFAULTS: what a config.json of this family means when it lacks a key.
-      HF_FIXED: what this family does whatever its config.json says, in the words of config.json,
-        and of ``attention_output_bias`` and ``qk_norm``.
+      RULES: the parameter that each tensor of a checkpoint goes to.
+      IGNORED: tensors that the model does not use, named as in rules.
+      COPIES_OF_TIED: tensors that repeat the embedding when it is the output head too.
+      HF_DEFAULTS: the values of keys that are missing in a config.json of this family.
+      HF_FIXED: values that override config.json, by its keys and two more,
+        ``attention_output_bias`` and ``qk_norm``.
     """
 
     RULES: ClassVar[tuple[Rule, ...]] = ()
@@ -46,13 +47,15 @@ class CausalLM(nnx.Module):
     HF_FIXED: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, spec: ModelSpec, *, loop: Loop) -> None:
-        """Raises:
-        ConfigError: the layers are not alike, so they cannot be looped over.
+        """Builds the modules; their parameters have shapes and no values.
+
+        Raises:
+          ConfigError: ``loop`` is "scan" and the layers differ, so no loop can run them.
         """
         if loop == "scan" and not spec.layers_are_alike:
             raise ConfigError(
-                "the layers of this model differ in their attention window, so they cannot be "
-                "looped over; use --layer-loop unroll"
+                "the layers of this model differ in their attention window, so they cannot run in "
+                "a loop; use --layer-loop unroll"
             )
         self.spec = spec
         self.embed = Embed(spec)
@@ -65,20 +68,22 @@ class CausalLM(nnx.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,
+        tokens: Int32[Array, " tokens"],
         kv: KVCache,
         meta: AttentionMeta,
         *,
         attention: AttentionBackend,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[Hidden, KVCache]:
         """Runs the tokens of a step through the layers.
 
         Args:
           tokens: i32[T], in [0, V).
-          kv: donate it, so that it is written in place.
+          kv: the cache; donate it, so that it is written in place.
+          meta: maps each token to its request and to its place in the cache.
+          attention: the backend that writes and reads the cache.
 
         Returns:
-          The hidden states [T, D] to be given to `logits`, and the cache.
+          The hidden states [T, D] for `logits`, and the cache with the step's keys and values.
         """
         with jax.named_scope("embed"):
             x = self.embed(tokens)
@@ -91,21 +96,21 @@ class CausalLM(nnx.Module):
                 x, kv = layer(x, kv, index, step, window=self.spec.windows[index])
         return x, kv
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[T, D] -> f32[T, V]."""
+    def logits(self, hidden: Hidden) -> Float32[Array, "tokens vocab"]:
+        """Returns the logits f32[T, V] of hidden states [T, D]."""
         with jax.named_scope("logits"):
             return (self.head or self.embed).logits(self.final(hidden))
 
-    def final(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [T, D] as the head sees them."""
+    def final(self, hidden: Hidden) -> Hidden:
+        """Returns hidden states [T, D] as the output head sees them."""
         return self.norm(hidden)
 
     def _scan(
-        self, stacked: DecoderLayer, x: jax.Array, kv: KVCache, step: StepContext
-    ) -> tuple[jax.Array, KVCache]:
+        self, stacked: DecoderLayer, x: Hidden, kv: KVCache, step: StepContext
+    ) -> tuple[Hidden, KVCache]:
         graphdef, weights = nnx.split(stacked)
 
-        # The cache is carried: as an input and output per layer it would be copied.
+        # The cache is part of the carry: XLA would copy it as an input and output of each layer.
         def body(carry, inputs):
             x, kv = carry
             index, weights = inputs
@@ -119,7 +124,7 @@ class CausalLM(nnx.Module):
 
 
 def _stacked(layer: DecoderLayer, num_layers: int) -> DecoderLayer:
-    """The same layer with every parameter [L, ...]."""
+    """Returns the layer with a leading axis of size L on every parameter."""
     graphdef, state = nnx.split(layer)
 
     def stack(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -19,7 +19,7 @@ MAX_SIZE = 2**31 - 1
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 NULL_HAS_A_MEANING = ("sliding_window", "head_dim")
-"""Keys for which null and a missing key mean different things."""
+"""Keys whose null value means something else than a missing key."""
 
 
 def read_spec(config: Mapping[str, Any]) -> ModelSpec:
@@ -121,7 +121,7 @@ def _check_sizes(spec: ModelSpec) -> None:
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive whole number; missing and null are the same."""
+    """Returns a whole number in [1, `MAX_SIZE`]; null counts as missing."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -137,7 +137,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def _real(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A finite number above 0, which may be written as text."""
+    """Returns a finite number above 0, which may be written as a string."""
     value = config.get(key)
     value = default if value is None else value
     try:
@@ -176,7 +176,7 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
 
 
 def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> rope.Rope:
-    """Reads rope_parameters (transformers 5), or rope_theta and rope_scaling (before)."""
+    """Reads rope_parameters (transformers 5) or rope_theta and rope_scaling (older versions)."""
     given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     nested = [key for key, value in given.items() if isinstance(value, Mapping)]
     if nested:
@@ -203,11 +203,11 @@ def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> rope.
         case "default":
             scaling = None
         case "linear":
-            scaling = rope.Linear(_number(given, "factor"))
+            scaling = rope.LinearScaling(_number(given, "factor"))
         case "dynamic":
-            scaling = rope.Dynamic(_number(given, "factor"), max_positions)
+            scaling = rope.DynamicScaling(_number(given, "factor"), max_positions)
         case "llama3":
-            scaling = rope.Llama3(
+            scaling = rope.Llama3Scaling(
                 factor=_number(given, "factor"),
                 low_freq_factor=_number(given, "low_freq_factor"),
                 high_freq_factor=_number(given, "high_freq_factor"),
@@ -216,7 +216,7 @@ def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> rope.
         case "yarn":
             scaling = _yarn(given, original, max_positions)
         case "factors":
-            scaling = rope.Factors(_factors(given, head_dim))
+            scaling = rope.FactorScaling(_factors(given, head_dim))
         case _:
             raise UnsupportedModelError(
                 f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
@@ -231,17 +231,17 @@ def _number(given: Mapping[str, Any], key: str) -> float:
 
 
 def _factors(given: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
-    """Those of a GGUF file, see `checkpoint.gguf_config.hf_config`."""
+    """Reads the factors of a GGUF file, see `checkpoint.gguf_config.hf_config`."""
     factors = tuple(map(float, given["factors"]))
     if len(factors) != head_dim // 2:
         raise CheckpointError(
-            f"there must be {head_dim // 2} rope factors, one for each two of head_dim {head_dim}, "
+            f"there must be {head_dim // 2} rope factors, half of head_dim {head_dim}, "
             f"got {len(factors)}"
         )
     return factors
 
 
-def _yarn(given: Mapping[str, Any], original: int, max_positions: int) -> rope.Yarn:
+def _yarn(given: Mapping[str, Any], original: int, max_positions: int) -> rope.YarnScaling:
     factor = given.get("factor") or max_positions / original
 
     def magnitude(weight: float) -> float:
@@ -253,7 +253,7 @@ def _yarn(given: Mapping[str, Any], original: int, max_positions: int) -> rope.Y
         attention_factor = magnitude(mscale) / magnitude(mscale_all)
     elif attention_factor is None:
         attention_factor = magnitude(1.0)
-    return rope.Yarn(
+    return rope.YarnScaling(
         factor=float(factor),
         original_length=original,
         attention_factor=float(attention_factor),
@@ -265,9 +265,9 @@ def _yarn(given: Mapping[str, Any], original: int, max_positions: int) -> rope.Y
 
 def _context_length(scaling: rope.Scaling | None, max_positions: int) -> int:
     match scaling:
-        case rope.Linear(factor) | rope.Dynamic(factor):
+        case rope.LinearScaling(factor) | rope.DynamicScaling(factor):
             return int(factor * max_positions)
-        case rope.Yarn():
+        case rope.YarnScaling():
             return max(max_positions, int(scaling.factor * scaling.original_length))
         case _:
             return max_positions

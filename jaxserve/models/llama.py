@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2, and everything else that calls itself LlamaForCausalLM."""
+"""Llama 2 and 3, SmolLM2, and every other model whose architecture is LlamaForCausalLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LAYER = "model.layers.{layer}."
 
 
 class LlamaForCausalLM(CausalLM):
-    """The names of its tensors are those of most families."""
+    """The family whose tensor names most other families share."""
 
     RULES = (
         Rule("model.embed_tokens.weight", "embed.weight"),

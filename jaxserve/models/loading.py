@@ -21,12 +21,12 @@ from jaxserve.models.spec import ModelSpec
 logger = logging.getLogger("jaxserve")
 
 Params = dict[str, Any]
-"""Nested dicts of device arrays, keyed by attribute and by index in a list of layers."""
+"""Nested dicts of device arrays; the keys are attributes and indices in a list of layers."""
 
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """The part of a checkpoint that is needed here."""
+    """The part of a checkpoint's interface that loading needs."""
 
     @property
     def tensor_names(self) -> list[str]: ...
@@ -35,10 +35,10 @@ class TensorSource(Protocol):
 
 
 def build_model(spec: ModelSpec, *, loop: Loop) -> CausalLM:
-    """A model whose parameters have shapes and no values.
+    """Returns a model whose parameters have shapes and no values.
 
     Raises:
-      ConfigError: the layers are not alike, so they cannot be looped over.
+      ConfigError: ``loop`` is "scan" and the layers differ, so no loop can run them.
     """
     return model_class(spec.architecture)(spec, loop=loop)
 
@@ -53,23 +53,24 @@ def load_params(
 ) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Reads the weights of a model; ``nnx.merge`` of the two results is the model.
 
-    What the base model alone was saved as, without "model." before its names, is loaded too.
-    Tensors beside the model, such as the state of an optimizer, are passed over with a warning.
+    Checkpoints of the base model, whose names lack the prefix "model.", load too. Tensors that do
+    not belong to the model, such as the state of an optimizer, are skipped with a warning.
 
-    At its peak this takes the weights, the tensor that is being read and, on a device with memory
-    of its own, the parameter that is being moved there.
+    Peak memory is the weights, the tensor that is being read and, on a device with its own memory,
+    the parameter that is being copied to it.
 
     Args:
       checkpoint: yields one tensor at a time.
-      dtype: of the parameters, as numpy names it.
-      loop: how the layers are kept, see `CausalLM`.
-      on_progress: called after each tensor with bytes of parameters set, and in all.
+      spec: the shape of the model.
+      dtype: dtype of the parameters, a numpy name.
+      loop: the layout of the layers, see `CausalLM`.
+      on_progress: called after each tensor with the bytes of parameters set so far and in total.
 
     Raises:
-      CheckpointError: a tensor of the model is unknown, there twice, missing, or has the wrong
+      CheckpointError: a tensor of the model is unknown, duplicate or missing, or has the wrong
         shape.
-      UnsupportedModelError: a tensor holds whole numbers.
-      ConfigError: the layers are not alike, so they cannot be looped over.
+      UnsupportedModelError: a tensor holds integers.
+      ConfigError: ``loop`` is "scan" and the layers differ, so no loop can run them.
     """
     model = build_model(spec, loop=loop)
     targets = _targets(model)
@@ -79,17 +80,17 @@ def load_params(
     ignored = _ignored(model)
     ignored |= _foreign(names, model, known=ignored)
     mapping.check_names(names, slots, ignored=ignored)
-    num_dtype = jnp.dtype(dtype)
-    total = sum(math.prod(target.shape) for target in targets.values()) * num_dtype.itemsize
+    param_dtype = jnp.dtype(dtype)
+    total = sum(math.prod(target.shape) for target in targets.values()) * param_dtype.itemsize
     done = 0
     arrays: dict[tuple[str | int, ...], jax.Array] = {}
 
     def renamed(named: tuple[str, np.ndarray]) -> tuple[str, np.ndarray]:
         return full_names[named[0]], named[1]
 
-    # Not a generator: it would hold on to the tensor before while the next one is read.
+    # A generator would keep the previous tensor alive while it reads the next one.
     tensors = map(renamed, checkpoint.tensors())
-    filling = mapping.assemble(tensors, slots, targets, dtype=num_dtype, ignored=ignored)
+    filling = mapping.assemble(tensors, slots, targets, dtype=param_dtype, ignored=ignored)
     for placed in filling:
         done += placed.num_bytes
         if placed.complete is not None:
@@ -103,7 +104,7 @@ def load_params(
 def abstract_params(
     spec: ModelSpec, *, dtype: str, loop: Loop
 ) -> tuple[nnx.GraphDef[CausalLM], Params]:
-    """What `load_params` returns, with a ShapeDtypeStruct in the place of each array."""
+    """Returns the results of `load_params` with a ShapeDtypeStruct in place of each array."""
     model = build_model(spec, loop=loop)
     shapes = {
         _path(path): jax.ShapeDtypeStruct(target.shape, jnp.dtype(dtype))
@@ -113,7 +114,7 @@ def abstract_params(
 
 
 def _targets(model: CausalLM) -> dict[str, mapping.Target]:
-    """Every parameter by path; that of a parameter of all layers has a ``*`` for the layer."""
+    """Returns every parameter by path; ``*`` stands for the layer in stacked parameters."""
     is_stacked = isinstance(model.layers, DecoderLayer)
     targets = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -131,7 +132,7 @@ def _path(target: str) -> tuple[str | int, ...]:
 def _full_names(
     names: Sequence[str], slots: Mapping[str, mapping.Slot], *, prefix: str = "model."
 ) -> dict[str, str]:
-    """What each tensor is called in a whole model, when the names may be those of its base."""
+    """Maps each name to its name in the full model, as the checkpoint may be of the base model."""
     if any(name.startswith(prefix) for name in names):
         return {name: name for name in names}
     own = {name.split(".")[1] for name in slots if name.startswith(prefix)}
@@ -139,11 +140,11 @@ def _full_names(
 
 
 def _foreign(names: Sequence[str], model: CausalLM, *, known: frozenset[str]) -> frozenset[str]:
-    """Unknown tensors that are no part of the model by their names, with a warning."""
+    """Returns the tensors whose names show that they do not belong to the model, with a warning."""
     own = {rule.name.split(".")[0] for rule in model.RULES}
     foreign = [n for n in names if n not in known and n.split(".")[0] not in own]
     if foreign:
-        logger.warning("passed over tensors beside the model: %s", mapping.some(foreign))
+        logger.warning("skipped tensors that do not belong to the model: %s", mapping.some(foreign))
     return frozenset(foreign)
 
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama whose queries see a window."""
+"""Mistral: Llama with sliding-window attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxserve.models.llama import LlamaForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """Every layer has the window, unless config.json says null or lists the kinds of layers."""
+    """Every layer has the window, unless config.json sets it to null or lists layer types."""
 
     HF_DEFAULTS = {"sliding_window": 4096}
     HF_FIXED = {"attention_bias": False, "mlp_bias": False}

@@ -6,7 +6,7 @@ from jaxserve.models.llama import LlamaForCausalLM
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Windows are off unless switched on, and then only in the upper layers."""
+    """Windows are off by default; if enabled, only the upper layers have them."""
 
     HF_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
     HF_FIXED = {"attention_bias": True, "attention_output_bias": False, "mlp_bias": False}

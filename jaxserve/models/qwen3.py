@@ -1,4 +1,4 @@
-"""Qwen3: Llama with normalised queries and keys."""
+"""Qwen3: Llama with an RMS norm on the queries and keys of each head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxserve.models.llama import LAYER, LlamaForCausalLM
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """Windows are off unless switched on, and then only in the upper layers."""
+    """Windows are off by default; if enabled, only the upper layers have them."""
 
     RULES = (
         *LlamaForCausalLM.RULES,

@@ -1,4 +1,4 @@
-"""Which module implements which architecture."""
+"""Maps architectures to the classes that implement them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from jaxserve.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from jaxserve.models.causal_lm import CausalLM
 
-# Architecture, as config.json names it -> "module:class", imported when it is needed.
 MODELS: dict[str, str] = {
     "LlamaForCausalLM": "jaxserve.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "jaxserve.models.mistral:MistralForCausalLM",
     "Qwen2ForCausalLM": "jaxserve.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "jaxserve.models.qwen3:Qwen3ForCausalLM",
 }
+"""Architecture as in config.json -> "module:class". `model_class` imports the module."""
 
 
 def model_class(architecture: str) -> type[CausalLM]:
-    """The class of an architecture.
+    """Returns the class of an architecture.
 
     Raises:
       UnsupportedModelError: the architecture is not in `MODELS`.

@@ -9,14 +9,18 @@ from jaxserve.ops import rope
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the modules are built from; hashable.
+    """The sizes and variants of a model; hashable.
 
     Attributes:
       architecture: a key of `models.registry.MODELS`.
-      windows: per layer, how many of the latest positions a query sees, itself included; None: all.
-      qk_norm: queries and keys are normalised per head.
+      activation: a key of `ops.elementwise.ACTIVATIONS`.
+      norm_eps: added to the mean of the squares in every norm.
+      windows: for each layer, the number of latest positions that a query sees, its own included;
+        None: all.
+      qkv_bias, attention_output_bias, mlp_bias: the linear layers that have a bias.
+      qk_norm: normalises the queries and keys of each head.
       tied_head: the embedding is the output head too.
-      context_length: the longest text in tokens that the model is made for.
+      context_length: the longest context, in tokens, that the model is made for.
     """
 
     architecture: str
@@ -40,5 +44,5 @@ class ModelSpec:
 
     @property
     def layers_are_alike(self) -> bool:
-        """Whether one program fits all layers, so that they can be looped over."""
+        """True if one program fits all layers, so that a loop can run them."""
         return len(set(self.windows)) == 1

@@ -1,7 +1,11 @@
 """The seam between a model and the kernels that read and write its KV cache.
 
-A backend is two pure functions, `write` and `attend`, chosen once by `select` and closed over by
-the step. To add one: write the two functions and add a line to `BACKENDS`.
+A backend is two pure functions, `write` and `attend`. `select` chooses a backend once, and the
+compiled step closes over it. To add a backend, write the two functions and add a line to
+`BACKENDS`.
+
+Dimensions: T tokens of a step, R rows of its block tables, W width of the tables, L layers, B
+blocks, S block_size, N query heads, K key-value heads, H head_dim.
 """
 
 from __future__ import annotations
@@ -11,11 +15,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import jax
-from jaxtyping import Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.arrays import Leaf
 from jaxserve.device import Device
 from jaxserve.errors import ConfigError
+
+LayerIndex = Int32[Array, ""] | int
+"""The index of a layer in the cache, in [0, L): an array inside a loop over the layers."""
 
 
 @jax.tree_util.register_dataclass
@@ -24,9 +31,8 @@ class KVCache:
     """The keys and values of every block of every layer.
 
     Attributes:
-      k: ``[num_layers, num_blocks, block_size, num_kv_heads, head_dim]``; block 0 is never handed
-        out, so that padding can point at it. Slots that hold no live token hold garbage, which may
-        be NaN.
+      k: [L, B, S, K, H]. Block 0 is never allocated, so that padding can point to it. Slots without
+        a live token hold garbage, which may be NaN.
       v: the same shape and dtype.
     """
 
@@ -37,25 +43,26 @@ class KVCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionMeta:
-    """Which token of the packed super-sequence belongs to which request, and where its cache is.
+    """Maps each token of the packed super-sequence to its request and to its place in the cache.
 
-    T is the padded number of tokens, R of requests, W the padded width of the block tables. Real
-    entries come first everywhere; padding is harmless by construction. Each request's tokens are
-    contiguous, in order of position; requests with one token (decode) come first.
+    T, R and W are padded sizes. Real entries precede padding in every array, and no backend reads
+    or writes live data through padding. The tokens of a request are contiguous, in order of
+    position. Requests with one token (decode) precede the others.
 
     Attributes:
-      positions: i32[T], position of each token in its own request, in [0, max_model_len);
-        padding 0.
-      slots: i32[T], where each token's key and value go: ``block * block_size + position %
-        block_size``. Padding is ``num_blocks * block_size``, which is out of range and dropped.
+      positions: i32[T], the position of each token in its own request, in [0, max_model_len);
+        padding is 0.
+      slots: i32[T], the slot that each token's key and value are written to: ``block * block_size
+        + position % block_size``. Padding is ``num_blocks * block_size``, which is out of range, so
+        the write is dropped.
       block_tables: i32[R, W], the blocks of each request in order, in [0, num_blocks). Unused
-        entries may hold anything.
-      seq_lens: i32[R], tokens of each request in the cache once this step has written: the
-        position of its last token in the step, plus 1. Padding 0.
+        entries may hold any number.
+      seq_lens: i32[R], the tokens of each request in the cache after this step's write: the
+        position of its last token in the step, plus 1. Padding is 0.
       query_start: i32[R + 1], non-decreasing: tokens ``query_start[r] : query_start[r + 1]`` belong
         to request r. Padding repeats the number of real tokens.
-      decode_only: static. Every request has exactly one token, token r is that of request r, and
-        T == R. Padding rows have ``seq_lens`` 0.
+      decode_only: static. If true, every request has exactly one token, token r belongs to request
+        r, and T == R. Padding rows have ``seq_lens`` 0.
     """
 
     positions: Int32[Leaf, " tokens"]
@@ -67,42 +74,46 @@ class AttentionMeta:
 
 
 class WriteFn(Protocol):
-    """Writes the step's new keys and values into the cache, in place when it is donated."""
+    """Writes the step's new keys and values into the cache, in place if the cache is donated."""
 
     def __call__(
-        self, kv: KVCache, layer: jax.Array | int, k: jax.Array, v: jax.Array, meta: AttentionMeta
+        self,
+        kv: KVCache,
+        layer: LayerIndex,
+        k: Float[Array, "tokens kv_heads head_dim"],
+        v: Float[Array, "tokens kv_heads head_dim"],
+        meta: AttentionMeta,
     ) -> KVCache:
-        """``k`` and ``v`` are [T, num_kv_heads, head_dim], one row a token of the step; ``layer``
-        is in [0, num_layers)."""
+        """Returns the cache with ``k`` and ``v`` [T, K, H] in the slots of ``meta``."""
         ...
 
 
 class AttendFn(Protocol):
-    """Causal attention of the step's queries over what the cache holds, this step included."""
+    """Computes causal attention of the step's queries over the cache, new tokens included."""
 
     def __call__(
         self,
-        q: jax.Array,
+        q: Float[Array, "tokens heads head_dim"],
         kv: KVCache,
-        layer: jax.Array | int,
+        layer: LayerIndex,
         meta: AttentionMeta,
         *,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
-    ) -> jax.Array:
-        """``q`` is [T, num_heads, head_dim] in any float dtype; so is the result, in q's dtype.
+    ) -> Float[Array, "tokens heads head_dim"]:
+        """Returns the attention output [T, N, H] in the dtype of ``q``, which is any float dtype.
 
-        The query at position p of its request sees positions max(0, p - window + 1) .. p (from 0
-        without a window). Scores are ``q . k * scale``, then ``soft_cap * tanh(s / soft_cap)`` if
-        given, softmax in float32. Rows of padding tokens hold anything finite.
+        The query at position p of its request sees positions max(0, p - window + 1) .. p, from 0
+        without a window. Scores are ``q . k * scale``, then ``soft_cap * tanh(s / soft_cap)`` if a
+        cap is given. The softmax is in float32. Rows of padding tokens hold any finite values.
         """
         ...
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a backend is asked to serve; dtypes as numpy names them."""
+    """The attention that a backend has to serve; dtypes are numpy names."""
 
     num_heads: int
     num_kv_heads: int
@@ -113,22 +124,22 @@ class AttentionShape:
 
 
 class CheckFn(Protocol):
-    """Says no before anything is loaded."""
+    """Rejects unsupported shapes before weights are loaded."""
 
     def __call__(self, shape: AttentionShape) -> None:
-        """Raises ConfigError, saying why, for what the backend cannot serve on its device."""
+        """Raises ConfigError if the backend cannot serve the shape on its device."""
         ...
 
 
 def serves_everything(shape: AttentionShape) -> None:
-    """The `CheckFn` of a backend without limits."""
+    """Accepts every shape: the `CheckFn` of a backend without limits."""
     del shape
 
 
 class AttentionBackend(NamedTuple):
-    """How one kind of device reads and writes the cache.
+    """The functions with which one kind of device reads and writes the cache.
 
-    ``remark`` is what a user should know about how it runs on this device, or empty.
+    ``remark`` tells the user about a drawback of the backend on this device; usually empty.
     """
 
     name: str
@@ -138,28 +149,32 @@ class AttentionBackend(NamedTuple):
     remark: str = ""
 
 
-# Name -> module with a function `backend(device) -> AttentionBackend`, imported when it is chosen.
 BACKENDS: dict[str, str] = {
     "xla": "jaxserve.ops.xla_attention",
     "pallas_triton": "jaxserve.ops.pallas_attention",
 }
+"""Backend name -> module with a function ``backend(device) -> AttentionBackend``.
+
+`load` imports the module, so a backend costs nothing until it is chosen.
+"""
 
 
 def load(name: str, device: Device) -> AttentionBackend:
-    """The backend of that name, a key of `BACKENDS`, for a device."""
+    """Returns the backend ``name``, a key of `BACKENDS`, for a device."""
     return importlib.import_module(BACKENDS[name]).backend(device)
 
 
 def select(name: str, device: Device, shape: AttentionShape) -> tuple[AttentionBackend, str]:
-    """The backend to use on a device, and why.
+    """Returns the backend to use on a device, and the reason for the choice.
 
     Args:
-      name: a key of `BACKENDS`, or auto: the kernels on a GPU that they can serve, else xla.
-      device: what the step runs on.
-      shape: what the backend has to serve.
+      name: a key of `BACKENDS`, or "auto", which means the kernels on a GPU if they support the
+        shape, and xla otherwise.
+      device: the device that runs the step.
+      shape: the attention to serve.
 
     Raises:
-      ConfigError: there is no backend of that name, or it cannot serve the shape on the device.
+      ConfigError: no backend has this name, or the backend cannot serve the shape on the device.
     """
     if name == "auto":
         return _select_auto(device, shape)

@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -16,15 +17,17 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
 }
-"""Activation functions by the names that model configs give them."""
+"""Activation functions by the names that model configs use."""
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
+def rms_norm(
+    x: Float[Array, "*batch size"], weight: Float[Array, " size"], *, eps: float
+) -> Float[Array, "*batch size"]:
     """Divides each vector by its root mean square, then scales it.
 
     Args:
-      x: [..., D], any float dtype; the mean is taken in float32.
-      weight: [D].
+      x: [..., D], any float dtype; the mean is computed in float32.
+      weight: [D], in x's dtype.
       eps: added to the mean of the squares.
 
     Returns:

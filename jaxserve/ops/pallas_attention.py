@@ -1,29 +1,36 @@
 """Paged attention with the Pallas kernels: on NVIDIA GPUs, or interpreted on a CPU for tests.
 
-A step in which every request has one token runs the decode kernel, any other the ragged one.
+A step in which every request has one token runs the decode kernel; any other step runs the ragged
+kernel.
 """
 
 from __future__ import annotations
 
 import functools
 
-import jax
+from jaxtyping import Array, Float
 
 from jaxserve.device import Device
 from jaxserve.errors import ConfigError
-from jaxserve.ops.attention import AttentionBackend, AttentionMeta, AttentionShape, KVCache
+from jaxserve.ops.attention import (
+    AttentionBackend,
+    AttentionMeta,
+    AttentionShape,
+    KVCache,
+    LayerIndex,
+)
 from pallas_kernels import limits, tuning
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.ragged_attention import ragged_attention
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
-# The first with instructions that convert from and to 8-bit floats.
 MIN_COMPUTE_CAPABILITY_FP8 = (8, 9)
+"""The first capability with instructions that convert to and from 8-bit floats."""
 
 
 def backend(device: Device) -> AttentionBackend:
-    """The kernels, tuned for ``device``; interpreted if it is a CPU."""
+    """Returns the kernels with the tile sizes for ``device``, interpreted if it is a CPU."""
     interpreted = device.platform == "cpu"
     return AttentionBackend(
         "pallas_triton",
@@ -35,7 +42,7 @@ def backend(device: Device) -> AttentionBackend:
 
 
 def _check(shape: AttentionShape, *, device: Device) -> None:
-    """See `CheckFn`."""
+    """Checks the device and the shape; see `CheckFn`."""
     capability = device.compute_capability
     fp8 = shape.cache_dtype.startswith("float8")
     least = MIN_COMPUTE_CAPABILITY_FP8 if fp8 else MIN_COMPUTE_CAPABILITY
@@ -64,29 +71,29 @@ def _check(shape: AttentionShape, *, device: Device) -> None:
 
 def _write(
     kv: KVCache,
-    layer: jax.Array | int,
-    k: jax.Array,
-    v: jax.Array,
+    layer: LayerIndex,
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
     meta: AttentionMeta,
     *,
     interpret: bool,
 ) -> KVCache:
-    """See `WriteFn`."""
+    """Writes keys and values into their slots; see `WriteFn`."""
     return KVCache(*kv_write(kv.k, kv.v, k, v, meta.slots, layer, interpret=interpret))
 
 
 def _attend(
-    q: jax.Array,
+    q: Float[Array, "tokens heads head_dim"],
     kv: KVCache,
-    layer: jax.Array | int,
+    layer: LayerIndex,
     meta: AttentionMeta,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
     device: Device,
-) -> jax.Array:
-    """See `AttendFn`."""
+) -> Float[Array, "tokens heads head_dim"]:
+    """Runs the kernel that fits the step; see `AttendFn`."""
     _, num_heads, head_dim = q.shape
     _, _, block_size, num_kv_heads, _ = kv.k.shape
     config = tuning.kernel_config(

@@ -1,7 +1,7 @@
-"""Rotary position embedding, and the ways in which models stretch it to longer contexts.
+"""Rotary position embedding, and the scalings that stretch it to longer contexts.
 
-Every frequency depends on nothing but the model and, for `Dynamic`, the position of the token: how
-a prompt was cut into chunks, or what is in the cache already, cannot change a rotation.
+Every rotation is a function of the model and, for `DynamicScaling`, of the token's own position.
+How a prompt is cut into chunks, and what the cache holds already, cannot change it.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """All frequencies divided by ``factor``."""
+class LinearScaling:
+    """Divides all frequencies by ``factor``."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3:
-    """Low frequencies divided by ``factor``, high ones kept, a smooth passage between (Llama 3.1).
+class Llama3Scaling:
+    """Divides low frequencies by ``factor``, keeps high ones and blends between (Llama 3.1).
 
-    ``original_length`` is the context in tokens that the model was first trained for.
+    ``original_length`` is the context length in tokens of the original training.
     """
 
     factor: float
@@ -35,10 +35,10 @@ class Llama3:
 
 
 @dataclass(frozen=True, slots=True)
-class Yarn:
-    """Low frequencies divided by ``factor``, high ones kept, a linear ramp between.
+class YarnScaling:
+    """Divides low frequencies by ``factor``, keeps high ones, with a linear ramp between.
 
-    ``attention_factor`` scales cosines and sines, and so, squared, the attention scores.
+    ``attention_factor`` multiplies cosines and sines, and so its square multiplies the scores.
     """
 
     factor: float
@@ -50,13 +50,13 @@ class Yarn:
 
 
 @dataclass(frozen=True, slots=True)
-class Dynamic:
-    """The base grows with the length of the text beyond ``original_length`` tokens.
+class DynamicScaling:
+    """Raises the base with the length of the context beyond ``original_length`` tokens.
 
-    The length that counts is that of the text up to the token itself, so a token within the
-    original length is rotated exactly as without scaling. This is what `transformers` computes
-    while it generates token by token; given a long text at once it rotates all of it by the whole
-    length, which makes a token's key depend on what comes after it, so that it cannot be cached.
+    The length is counted up to the token itself, so a token within the original length is rotated
+    as without scaling. `transformers` computes the same while it generates token by token. Given a
+    long prompt in one call, it rotates all tokens by the full length; then a token's key depends on
+    later tokens and cannot be cached.
     """
 
     factor: float
@@ -64,94 +64,107 @@ class Dynamic:
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
-    """Each frequency divided by a number of its own; ``factors`` has head_dim / 2 of them."""
+class FactorScaling:
+    """Divides each of the head_dim / 2 frequencies by its own factor."""
 
     factors: tuple[float, ...]
 
 
-Scaling = Linear | Llama3 | Yarn | Dynamic | Factors
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | FactorScaling
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How queries and keys of ``head_dim`` (even) are rotated; ``theta`` is the base."""
+    """The rotation of queries and keys.
+
+    Attributes:
+      theta: base of the frequencies.
+      head_dim: size of a head, even.
+      scaling: how the rotation is stretched to longer contexts, if at all.
+    """
 
     theta: float
     head_dim: int
     scaling: Scaling | None = None
 
 
-def cos_sin(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the rotation of each token.
-
-    Args:
-      positions: i32[T].
-
-    Returns:
-      Two f32[T, head_dim / 2].
-    """
-    at = positions.astype(jnp.float32)[:, None]
-    if isinstance(rope.scaling, Dynamic):
-        frequencies = _dynamic_frequencies(at, rope, rope.scaling)
+def cos_sin(
+    positions: Int32[Array, " tokens"], rope: Rope
+) -> tuple[Float32[Array, "tokens half_head_dim"], Float32[Array, "tokens half_head_dim"]]:
+    """Returns the cosines and sines f32[T, H / 2] of the rotation at each position i32[T]."""
+    column = positions.astype(jnp.float32)[:, None]
+    if isinstance(rope.scaling, DynamicScaling):
+        frequencies = _dynamic_frequencies(column, rope, rope.scaling)
     else:
         frequencies = jnp.asarray(fixed_frequencies(rope))
-    angles = at * frequencies
+    angles = column * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if isinstance(rope.scaling, Yarn):
+    if isinstance(rope.scaling, YarnScaling):
         factor = rope.scaling.attention_factor
         cos, sin = cos * factor, sin * factor
     return cos, sin
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates dimension i together with dimension i + head_dim / 2.
+def rotate(
+    x: Float[Array, "tokens heads head_dim"],
+    cos: Float32[Array, "tokens half_head_dim"],
+    sin: Float32[Array, "tokens half_head_dim"],
+) -> Float[Array, "tokens heads head_dim"]:
+    """Rotates dimension i together with dimension i + H / 2, in float32.
 
     Args:
-      x: [T, heads, head_dim], any float dtype.
-      cos, sin: f32[T, head_dim / 2], from `cos_sin`.
+      x: [T, heads, H], any float dtype.
+      cos, sin: f32[T, H / 2], from `cos_sin`.
 
     Returns:
-      The shape and dtype of x; computed in float32.
+      [T, heads, H] in x's dtype.
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    return rotated.astype(x.dtype)
 
 
-def fixed_frequencies(rope: Rope) -> np.ndarray:
-    """Radians per position of each pair of dimensions: f32[head_dim / 2]; not for `Dynamic`."""
-    plain = (1.0 / rope.theta ** _exponents(rope.head_dim)).astype(np.float32)
+def fixed_frequencies(rope: Rope) -> Float32[np.ndarray, " half_head_dim"]:
+    """Returns the frequency of each pair of dimensions in radians per position, f32[H / 2].
+
+    Raises:
+      AssertionError: the scaling is `DynamicScaling`, whose frequencies depend on the position.
+    """
+    unscaled = (1.0 / rope.theta ** _exponents(rope.head_dim)).astype(np.float32)
     match rope.scaling:
         case None:
-            return plain
-        case Linear(factor):
-            return plain / np.float32(factor)
-        case Factors(factors):
-            return plain / np.asarray(factors, np.float32)
-        case Llama3():
-            return _llama3_frequencies(plain, rope.scaling)
-        case Yarn():
-            return _yarn_frequencies(plain, rope, rope.scaling)
+            return unscaled
+        case LinearScaling(factor):
+            return unscaled / np.float32(factor)
+        case FactorScaling(factors):
+            return unscaled / np.asarray(factors, np.float32)
+        case Llama3Scaling():
+            return _llama3_frequencies(unscaled, rope.scaling)
+        case YarnScaling():
+            return _yarn_frequencies(unscaled, rope, rope.scaling)
         case _:
             raise AssertionError(f"{rope.scaling} has no fixed frequencies")
 
 
-def _exponents(head_dim: int) -> np.ndarray:
+def _exponents(head_dim: int) -> Float32[np.ndarray, " half_head_dim"]:
     return np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
 
 
-def _llama3_frequencies(plain: np.ndarray, scaling: Llama3) -> np.ndarray:
-    turns = scaling.original_length * plain / (2 * np.pi)  # over the original context
+def _llama3_frequencies(
+    unscaled: Float32[np.ndarray, " half_head_dim"], scaling: Llama3Scaling
+) -> Float32[np.ndarray, " half_head_dim"]:
+    turns = scaling.original_length * unscaled / (2 * np.pi)  # over the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (kept * plain + (1 - kept) * plain / scaling.factor).astype(np.float32)
+    return (kept * unscaled + (1 - kept) * unscaled / scaling.factor).astype(np.float32)
 
 
-def _yarn_frequencies(plain: np.ndarray, rope: Rope, scaling: Yarn) -> np.ndarray:
+def _yarn_frequencies(
+    unscaled: Float32[np.ndarray, " half_head_dim"], rope: Rope, scaling: YarnScaling
+) -> Float32[np.ndarray, " half_head_dim"]:
     def dimension_with(turns: float) -> float:
-        """The pair of dimensions that turns so many times over the original context."""
+        """Returns the pair of dimensions that turns this often over the original context."""
         wavelength = scaling.original_length / (turns * 2 * math.pi)
         return rope.head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -160,14 +173,15 @@ def _yarn_frequencies(plain: np.ndarray, rope: Rope, scaling: Yarn) -> np.ndarra
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.head_dim - 1)
     if low == high:
-        high += 0.001
+        high += 0.001  # avoids a division by zero
     ramp = np.clip((np.arange(rope.head_dim // 2) - low) / (high - low), 0.0, 1.0)
-    return (ramp * plain / scaling.factor + (1 - ramp) * plain).astype(np.float32)
+    return (ramp * unscaled / scaling.factor + (1 - ramp) * unscaled).astype(np.float32)
 
 
-def _dynamic_frequencies(at: jax.Array, rope: Rope, scaling: Dynamic) -> jax.Array:
-    """f32[T, head_dim / 2] for positions ``at`` f32[T, 1]."""
-    length = jnp.maximum(at + 1, scaling.original_length)
+def _dynamic_frequencies(
+    positions: Float32[Array, "tokens 1"], rope: Rope, scaling: DynamicScaling
+) -> Float32[Array, "tokens half_head_dim"]:
+    length = jnp.maximum(positions + 1, scaling.original_length)
     growth = scaling.factor * length / scaling.original_length - (scaling.factor - 1)
     base = rope.theta * growth ** (rope.head_dim / (rope.head_dim - 2))
     return 1.0 / base ** jnp.asarray(_exponents(rope.head_dim))

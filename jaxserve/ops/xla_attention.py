@@ -2,9 +2,8 @@
 
 Both paths walk over the cache in chunks of a few blocks with an online softmax: a chunk stays in
 the processor's cache while it is used, and no path reads past the longest request that it serves.
-All arithmetic is float32. Dimensions: T tokens, R requests, W block table width, S tokens in a
-chunk, K key-value heads, G query heads for each of them, H = K * G query heads, D head dim, B
-requests in a decode tile, Q queries in a prefill tile.
+All arithmetic is float32. Dimensions as in `ops.attention`, and: C tokens of a chunk, G query heads
+for each key-value head (N = K * G), M rows of a decode tile, Q queries of a prefill tile.
 """
 
 from __future__ import annotations
@@ -16,22 +15,28 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.device import Device
-from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
+from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache, LayerIndex
 
 # The score of a position that a query does not see. It is finite, so that a query without a visible
 # position so far gets equal weights and no NaN; they vanish at the first real score.
 _MASKED = -1e30
-# Keys that a decode tile reads at a time; measured, the optimum is flat.
+# Floats of keys that a decode tile reads at a time. Measured: the optimum is flat.
 _DECODE_CHUNK_FLOATS = 2**19
 _MAX_DECODE_TILE = 16
 _CHUNK = 128  # tokens of a request that are read at a time
 _PREFILL_TILE = 32
 
+_Index = Int32[Array, ""] | int
+_Queries = Float32[Array, "queries heads head_dim"]
+_Chunk = Float32[Array, "*batch chunk kv_heads head_dim"]
+_WeightedSum = Callable[[jax.Array], jax.Array]
+
 
 class _Options(NamedTuple):
-    """As in `AttendFn`."""
+    """The options of `AttendFn`."""
 
     scale: float
     window: int | None
@@ -42,14 +47,14 @@ class _Layer(NamedTuple):
     """One layer of the cache."""
 
     kv: KVCache
-    index: jax.Array | int
+    index: LayerIndex
 
     @property
     def block_size(self) -> int:
         return self.kv.k.shape[2]
 
-    def read(self, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values f32[..., S, K, D] of blocks i32[..., S / block_size], all in range."""
+    def read(self, block_ids: Int32[Array, "*batch blocks"]) -> tuple[_Chunk, _Chunk]:
+        """Returns keys and values f32[..., C, K, H] of blocks i32[..., C / S], all in range."""
 
         def gather(cache: jax.Array) -> jax.Array:
             blocks = cache.at[self.index, block_ids].get(mode="promise_in_bounds")
@@ -63,8 +68,8 @@ class _Softmax(NamedTuple):
 
     Attributes:
       highest: f32[...], the highest score.
-      total: f32[...], sum of the weights ``exp(score - highest)``.
-      values: f32[..., D], sum of the values by weight.
+      total: f32[...], the sum of the weights ``exp(score - highest)``.
+      values: f32[..., H], the sum of the values by weight.
     """
 
     highest: jax.Array
@@ -75,51 +80,55 @@ class _Softmax(NamedTuple):
     def empty(shape: tuple[int, ...], head_dim: int) -> _Softmax:
         return _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
 
-    def add(self, scores: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> _Softmax:
-        """Adds positions with scores f32[..., S]; ``mix`` sums their values by given weights."""
+    def add(self, scores: Float32[Array, "*batch chunk"], weighted_sum: _WeightedSum) -> _Softmax:
+        """Adds positions with scores f32[..., C]; ``weighted_sum`` sums their values by weights."""
         highest = jnp.maximum(self.highest, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - highest[..., None])
         shrink = jnp.exp(self.highest - highest)
         return _Softmax(
             highest,
             self.total * shrink + jnp.sum(weights, axis=-1),
-            self.values * shrink[..., None] + mix(weights),
+            self.values * shrink[..., None] + weighted_sum(weights),
         )
 
-    def result(self) -> jax.Array:
-        """f32[..., D]; zero where no position has been added."""
+    def result(self) -> Float32[Array, "*batch head_dim"]:
+        """Returns the output f32[..., H]; zero where no position has been added."""
         return self.values / jnp.maximum(self.total, 1e-30)[..., None]
 
 
 def backend(device: Device) -> AttentionBackend:
-    """The same on every device."""
+    """Returns the backend, which is the same on every device."""
     del device
     return AttentionBackend("xla", write=write, attend=attend)
 
 
 def write(
-    kv: KVCache, layer: jax.Array | int, k: jax.Array, v: jax.Array, meta: AttentionMeta
+    kv: KVCache,
+    layer: LayerIndex,
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    meta: AttentionMeta,
 ) -> KVCache:
-    """See `WriteFn`."""
+    """Writes keys and values into their slots; see `WriteFn`."""
     block_size = kv.k.shape[2]
-    at = (layer, meta.slots // block_size, meta.slots % block_size)
+    where = (layer, meta.slots // block_size, meta.slots % block_size)
     return KVCache(
-        k=kv.k.at[at].set(k.astype(kv.k.dtype), mode="drop"),
-        v=kv.v.at[at].set(v.astype(kv.v.dtype), mode="drop"),
+        k=kv.k.at[where].set(k.astype(kv.k.dtype), mode="drop"),
+        v=kv.v.at[where].set(v.astype(kv.v.dtype), mode="drop"),
     )
 
 
 def attend(
-    q: jax.Array,
+    q: Float[Array, "tokens heads head_dim"],
     kv: KVCache,
-    layer: jax.Array | int,
+    layer: LayerIndex,
     meta: AttentionMeta,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> jax.Array:
-    """See `AttendFn`."""
+) -> Float[Array, "tokens heads head_dim"]:
+    """Computes attention over the cache; see `AttendFn`."""
     cache, options = _Layer(kv, layer), _Options(scale, window, soft_cap)
     queries = q.astype(jnp.float32)
     if meta.decode_only:
@@ -138,30 +147,26 @@ def attend(
 
 
 def _decode(
-    q: jax.Array, tables: jax.Array, seq_lens: jax.Array, cache: _Layer, options: _Options
-) -> jax.Array:
-    """One query per request, at its last position; requests with length 0 get anything finite.
+    q: Float32[Array, "rows heads head_dim"],
+    tables: Int32[Array, "rows width"],
+    seq_lens: Int32[Array, " rows"],
+    cache: _Layer,
+    options: _Options,
+) -> Float32[Array, "rows heads head_dim"]:
+    """Attends with one query per row, at its last position; rows of length 0 get finite values.
 
-    The requests are sorted by length and served in tiles, each as long as its longest.
-
-    Args:
-      q: f32[R, H, D].
-      tables: i32[R, W].
-      seq_lens: i32[R].
-
-    Returns:
-      f32[R, H, D].
+    The rows are sorted by length and served in tiles, each as long as its longest row.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = cache.kv.k.shape[3], cache.block_size
-    tile, step = _decode_tile(num_rows, tables.shape[1], cache)
-    chunk = step * block_size
+    tile, chunk_blocks = _decode_tile(num_rows, tables.shape[1], cache)
+    chunk = chunk_blocks * block_size
     used = jnp.arange(tables.shape[1]) * block_size < seq_lens[:, None]
     tables = jnp.where(used, tables, 0)
 
     order = jnp.argsort(-seq_lens)
     padding = (0, -num_rows % tile)
-    tables = jnp.pad(tables[order], (padding, (0, -tables.shape[1] % step)))
+    tables = jnp.pad(tables[order], (padding, (0, -tables.shape[1] % chunk_blocks)))
     seq_lens = jnp.pad(seq_lens[order], padding)
     q = jnp.pad(q[order], (padding, (0, 0), (0, 0))) * options.scale
 
@@ -169,17 +174,17 @@ def _decode(
         q, tables, lens = inputs
         query = _Query.of(q.reshape(tile, num_kv_heads, -1, head_dim))
 
-        def add_chunk(index: jax.Array, state: _Softmax) -> _Softmax:
-            block_ids = lax.dynamic_slice(tables, (0, index * step), (tile, step))
+        def add_chunk(index: _Index, state: _Softmax) -> _Softmax:
+            block_ids = lax.dynamic_slice(tables, (0, index * chunk_blocks), (tile, chunk_blocks))
             k, v = cache.read(block_ids)
-            at = index * chunk + jnp.arange(chunk)
-            seen = at < lens[:, None]
+            positions = index * chunk + jnp.arange(chunk)
+            visible = positions < lens[:, None]
             if options.window is not None:
-                seen &= at >= lens[:, None] - options.window
-            # What is not seen may be NaN, which a weight of zero would not hide.
-            v = jnp.where(seen[:, :, None, None], v, 0)
-            scores = jnp.where(seen[:, None], _cap(query.scores(k), options), _MASKED)
-            return state.add(scores, lambda weights: query.mix(weights, v))
+                visible &= positions >= lens[:, None] - options.window
+            # Invisible values may be NaN, which a weight of zero would not remove.
+            v = jnp.where(visible[:, :, None, None], v, 0)
+            scores = jnp.where(visible[:, None], _cap(query.scores(k), options), _MASKED)
+            return state.add(scores, lambda weights: query.weighted_sum(weights, v))
 
         begin = 0
         if options.window is not None:
@@ -195,10 +200,10 @@ def _decode(
 
 
 def _decode_tile(num_rows: int, width: int, cache: _Layer) -> tuple[int, int]:
-    """Requests in a tile, and blocks of each that are read at a time."""
+    """Returns the rows of a tile, and the blocks of each row that are read at a time."""
     tokens = _DECODE_CHUNK_FLOATS // math.prod(cache.kv.k.shape[3:])
     tile = max(1, min(num_rows, _MAX_DECODE_TILE, tokens // _CHUNK))
-    # Few requests take longer chunks, which are fewer.
+    # With few rows the chunks can be longer, so there are fewer of them.
     chunk = _CHUNK
     while chunk < 4 * _CHUNK and 2 * chunk * tile <= tokens:
         chunk *= 2
@@ -206,21 +211,22 @@ def _decode_tile(num_rows: int, width: int, cache: _Layer) -> tuple[int, int]:
 
 
 class _Query(NamedTuple):
-    """The queries of a decode tile, in the form in which they meet keys fastest.
+    """The queries of a decode tile, in the layout that is fastest to multiply with keys.
 
-    With few key-value heads that is a matrix product over all of them at once, in which each query
-    is zero but for its own head: some waste, but keys and values are used as they lie in memory.
+    With few key-value heads this is one matrix product over all of them, in which each query is
+    zero outside its own head. That wastes some arithmetic but reads keys and values as they lie in
+    memory.
 
     Attributes:
-      q: f32[B, K, G, D].
-      spread: f32[B, H, K * D], or None if there are many heads.
+      q: f32[M, K, G, H].
+      spread: f32[M, N, K * H], or None if there are many heads.
     """
 
     q: jax.Array
     spread: jax.Array | None
 
     @staticmethod
-    def of(q: jax.Array) -> _Query:
+    def of(q: Float32[Array, "tile kv_heads group head_dim"]) -> _Query:
         num_kv_heads, head_dim = q.shape[1], q.shape[3]
         if num_kv_heads > 4:
             return _Query(q, None)
@@ -228,39 +234,34 @@ class _Query(NamedTuple):
         heads = [jnp.pad(q[:, k], ((0, 0), (0, 0), side)) for k, side in enumerate(sides)]
         return _Query(q, jnp.concatenate(heads, axis=1))
 
-    def scores(self, keys: jax.Array) -> jax.Array:
-        """f32[B, S, K, D] -> f32[B, H, S]."""
-        size, length = keys.shape[:2]
+    def scores(self, keys: _Chunk) -> Float32[Array, "tile heads chunk"]:
+        tile, length = keys.shape[:2]
         if self.spread is not None:
-            return jnp.einsum("bhx,bsx->bhs", self.spread, keys.reshape(size, length, -1))
+            return jnp.einsum("mnx,mcx->mnc", self.spread, keys.reshape(tile, length, -1))
         products = jnp.sum(keys[:, :, :, None] * self.q[:, None], axis=-1)
-        return products.reshape(size, length, -1).transpose(0, 2, 1)
+        return products.reshape(tile, length, -1).transpose(0, 2, 1)
 
-    def mix(self, weights: jax.Array, values: jax.Array) -> jax.Array:
-        """f32[B, H, S], f32[B, S, K, D] -> f32[B, H, D]."""
-        size, length, num_kv_heads, head_dim = values.shape
+    def weighted_sum(
+        self, weights: Float32[Array, "tile heads chunk"], values: _Chunk
+    ) -> Float32[Array, "tile heads head_dim"]:
+        tile, length, num_kv_heads, head_dim = values.shape
         group = self.q.shape[2]
         if self.spread is not None:
-            mixed = jnp.einsum("bhs,bsx->bhx", weights, values.reshape(size, length, -1))
+            mixed = jnp.einsum("mnc,mcx->mnx", weights, values.reshape(tile, length, -1))
             own = [
                 mixed[:, k * group : (k + 1) * group, k * head_dim : (k + 1) * head_dim]
                 for k in range(num_kv_heads)
             ]
             return jnp.concatenate(own, axis=1)
-        weights = weights.transpose(0, 2, 1).reshape(size, length, num_kv_heads, group)
-        return jnp.sum(weights[..., None] * values[:, :, :, None], axis=1).reshape(
-            size, -1, head_dim
-        )
+        weights = weights.transpose(0, 2, 1).reshape(tile, length, num_kv_heads, group)
+        summed = jnp.sum(weights[..., None] * values[:, :, :, None], axis=1)
+        return summed.reshape(tile, -1, head_dim)
 
 
-def _prefill(q: jax.Array, meta: AttentionMeta, cache: _Layer, options: _Options) -> jax.Array:
-    """Requests with more than one query, in tiles of queries of one request each.
+def _prefill(q: _Queries, meta: AttentionMeta, cache: _Layer, options: _Options) -> _Queries:
+    """Serves rows with more than one query, in tiles of queries of one row each.
 
-    Args:
-      q: f32[T, H, D].
-
-    Returns:
-      f32[T, H, D]; zero for the tokens of other requests and for padding.
+    The result is f32[T, N, H], zero for padding and for tokens of other rows.
     """
     num_tokens = q.shape[0]
     counts = jnp.diff(meta.query_start)
@@ -268,7 +269,7 @@ def _prefill(q: jax.Array, meta: AttentionMeta, cache: _Layer, options: _Options
     ends = jnp.cumsum(num_tiles)
     q = jnp.pad(q * options.scale, ((0, _PREFILL_TILE), (0, 0), (0, 0)))
 
-    def serve(index: jax.Array, out: jax.Array) -> jax.Array:
+    def serve(index: _Index, out: _Queries) -> _Queries:
         row = jnp.searchsorted(ends, index, side="right")
         in_row = (index - ends[row] + num_tiles[row]) * _PREFILL_TILE
         start = meta.query_start[row] + in_row
@@ -277,7 +278,7 @@ def _prefill(q: jax.Array, meta: AttentionMeta, cache: _Layer, options: _Options
         queries = lax.dynamic_slice_in_dim(q, start, _PREFILL_TILE)
         table = meta.block_tables[row]
         tile = _prefill_tile(queries, position, num_queries, table, cache, options)
-        # The tile may reach into the next request's tokens.
+        # The tile may extend into the next row's tokens.
         is_own = (jnp.arange(_PREFILL_TILE) < num_queries)[:, None, None]
         others = lax.dynamic_slice_in_dim(out, start, _PREFILL_TILE)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(is_own, tile, others), start, 0)
@@ -286,38 +287,35 @@ def _prefill(q: jax.Array, meta: AttentionMeta, cache: _Layer, options: _Options
 
 
 def _prefill_tile(
-    q: jax.Array,
-    position: jax.Array,
-    num_queries: jax.Array,
-    table: jax.Array,
+    q: _Queries,
+    position: Int32[Array, ""],
+    num_queries: Int32[Array, ""],
+    table: Int32[Array, " width"],
     cache: _Layer,
     options: _Options,
-) -> jax.Array:
-    """Queries f32[Q, H, D] at ``position`` and after, of which ``num_queries`` count; i32[W].
-
-    Returns f32[Q, H, D].
-    """
-    size, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = cache.kv.k.shape[3], cache.block_size
-    step = max(1, min(_CHUNK // block_size, table.shape[0]))
-    chunk = step * block_size
+) -> _Queries:
+    """Attends with Q queries from ``position`` on; only the first ``num_queries`` are real."""
+    (size, num_heads, head_dim), num_kv_heads = q.shape, cache.kv.k.shape[3]
+    block_size = cache.block_size
+    chunk_blocks = max(1, min(_CHUNK // block_size, table.shape[0]))
+    chunk = chunk_blocks * block_size
     end = position + num_queries
     begin = 0 if options.window is None else jnp.maximum(position - options.window + 1, 0)
     table = jnp.where(jnp.arange(table.shape[0]) * block_size < end, table, 0)
-    table = jnp.pad(table, (0, -table.shape[0] % step))
-    positions = position + jnp.arange(size)[:, None]
+    table = jnp.pad(table, (0, -table.shape[0] % chunk_blocks))
+    query_positions = position + jnp.arange(size)[:, None]
     by_head = q.reshape(size, num_kv_heads, -1, head_dim).transpose(1, 0, 2, 3)
 
-    def add_chunk(index: jax.Array, state: _Softmax) -> _Softmax:
-        k, v = cache.read(lax.dynamic_slice(table, (index * step,), (step,)))
-        at = index * chunk + jnp.arange(chunk)
-        v = jnp.where(((at >= begin) & (at < end))[:, None, None], v, 0)
-        seen = at <= positions
+    def add_chunk(index: _Index, state: _Softmax) -> _Softmax:
+        k, v = cache.read(lax.dynamic_slice(table, (index * chunk_blocks,), (chunk_blocks,)))
+        positions = index * chunk + jnp.arange(chunk)
+        v = jnp.where(((positions >= begin) & (positions < end))[:, None, None], v, 0)
+        visible = positions <= query_positions
         if options.window is not None:
-            seen &= at > positions - options.window
-        scores = _cap(jnp.einsum("kqgd,skd->kqgs", by_head, k), options)
-        scores = jnp.where(seen[:, None], scores, _MASKED)
-        return state.add(scores, lambda weights: jnp.einsum("kqgs,skd->kqgd", weights, v))
+            visible &= positions > query_positions - options.window
+        scores = _cap(jnp.einsum("kqgh,ckh->kqgc", by_head, k), options)
+        scores = jnp.where(visible[:, None], scores, _MASKED)
+        return state.add(scores, lambda weights: jnp.einsum("kqgc,ckh->kqgh", weights, v))
 
     empty = _Softmax.empty(by_head.shape[:-1], head_dim)
     state = lax.fori_loop(begin // chunk, (end + chunk - 1) // chunk, add_chunk, empty)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random or scripted weights, for tests and for trying things out."""
+"""Tiny checkpoints with random or scripted weights, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ MODEL_TYPES = {
 
 
 def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
-    """The contents of a config.json. ``overrides`` replace its keys; None removes one."""
+    """Returns the contents of a config.json.
+
+    ``overrides`` replace or add keys; a key with the value None is removed.
+    """
     tokenizer = tiny_backend()
     config = {
         "architectures": [architecture],
@@ -54,7 +57,7 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dic
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a model with this config.json has."""
+    """Returns the name and shape of every tensor of a model with this config.json."""
     width, vocab = config["hidden_size"], config["vocab_size"]
     kind, inner, head = config["model_type"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -84,7 +87,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def random_tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, np.ndarray]:
-    """Weights, ``f32``, with activations of a size such as trained models have."""
+    """Returns random f32 weights, scaled so that activations are as large as in trained models."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():
@@ -100,15 +103,16 @@ def random_tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, np.
 def scripted_tensors(
     config: Mapping[str, Any], successors: Mapping[int, int], *, sharpness: float = 1.0
 ) -> dict[str, np.ndarray]:
-    """Weights of a model whose next token depends on the last one only.
+    """Returns f32 weights of a model whose next token depends on the last token only.
 
-    Attention and MLP add nothing, and every token has a direction of its own.
+    Attention and MLP add nothing, and the embeddings of all tokens are orthogonal.
 
     Args:
-      config: ``hidden_size`` at least ``vocab_size``, head not tied.
-      successors: the token after each token; after others every token is as likely.
-      sharpness: logit of the successor is this times sqrt(hidden_size), others are 0. So sampling
-        with temperature 1 follows the script too.
+      config: a config.json with ``hidden_size`` at least ``vocab_size`` and an untied head.
+      successors: maps tokens to the next token. After a token that is missing here all tokens are
+        equally likely.
+      sharpness: the logit of the successor is this times sqrt(hidden_size) and all others are 0,
+        so that sampling with temperature 1 follows the script too.
     """
     width, vocab = config["hidden_size"], config["vocab_size"]
     assert width >= vocab, f"hidden_size {width} must be at least vocab_size {vocab}"
@@ -134,16 +138,17 @@ def write_checkpoint(
     tokenizer: Backend | None = None,
     tokenizer_config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a whole checkpoint: configuration, weights, tokenizer, chat template.
+    """Writes a complete checkpoint: configuration, weights, tokenizer, chat template.
 
     Args:
-      folder: made if it does not exist.
-      config: contents of config.json; None: `tiny_config`. Weights are written in its ``dtype``.
-      tensors: weights; None: random ones.
-      num_shards: more than 1 writes that many files and an index.
-      generation_config: contents of generation_config.json; None: there is no such file.
+      folder: the folder, created if it does not exist.
+      config: contents of config.json; None: `tiny_config`. Its ``dtype`` is the dtype of the
+        written weights.
+      tensors: weights; None: `random_tensors`.
+      num_shards: number of weight files; more than 1 adds an index.
+      generation_config: contents of generation_config.json; None: no such file.
       tokenizer: contents of tokenizer.json; None: `tiny_backend`.
-      tokenizer_config: keys to replace in tokenizer_config.json; a None removes one.
+      tokenizer_config: keys to replace in tokenizer_config.json; the value None removes a key.
 
     Returns:
       ``folder``.
@@ -167,7 +172,7 @@ def write_checkpoint(
 
 
 def write_weights(folder: Path, tensors: Mapping[str, np.ndarray], *, num_shards: int = 1) -> None:
-    """Writes model.safetensors, or ``num_shards`` files and an index."""
+    """Writes model.safetensors, or ``num_shards`` files and an index if more than 1."""
     if num_shards == 1:
         save_file(dict(tensors), folder / "model.safetensors")
         return

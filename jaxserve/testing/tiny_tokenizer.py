@@ -1,4 +1,4 @@
-"""Tokenizers of a few hundred tokens, byte-level and in the manner of sentencepiece."""
+"""Tokenizers of a few hundred tokens: byte-level, and sentencepiece as in Llama 2."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ CHAT_TEMPLATE = (
 def tiny_backend(
     merges: Sequence[tuple[str, str]] = MERGES, *, unreachable: Sequence[str] = ()
 ) -> Backend:
-    """256 bytes, a dozen merges, two special tokens and two that are added but not special.
+    """Returns a tokenizer of 256 bytes, merges, two special tokens and two added ordinary tokens.
 
     Args:
-      merges: other merges.
-      unreachable: more tokens, in the byte-level alphabet. No text is encoded with them.
+      merges: the merges, a dozen by default.
+      unreachable: more tokens, in the byte-level alphabet; encoding never produces them.
     """
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
     tokens += [*SPECIAL_TOKENS.values(), *ADDED_TOKENS]
@@ -47,7 +47,7 @@ def tiny_backend(
 
 
 def full_backend(vocab_size: int = 512) -> Backend:
-    """A byte-level tokenizer in which all ids below ``vocab_size`` are tokens: pairs of letters."""
+    """Returns a byte-level tokenizer of ``vocab_size`` tokens, filled up with pairs of letters."""
     pairs = [pair for pair in product(ascii_lowercase, repeat=2) if pair not in MERGES]
     num_added = len(SPECIAL_TOKENS) + len(ADDED_TOKENS)
     return tiny_backend([*MERGES, *pairs][: vocab_size - 256 - num_added])
@@ -57,10 +57,10 @@ SPM_SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<un
 
 
 def spm_backend(pieces: Sequence[str] = ()) -> Backend:
-    """In the manner of Llama 2: marks for spaces, tokens for single bytes, a text begins with <s>.
+    """Returns a tokenizer as in Llama 2: space marks, byte tokens, and <s> before every string.
 
     Args:
-      pieces: tokens besides bytes and printable ASCII characters. No text is encoded with them.
+      pieces: tokens besides bytes and printable ASCII characters; encoding never produces them.
     """
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     tokens += [SPACE_MARK, *map(chr, range(0x21, 0x7F))]
@@ -87,5 +87,5 @@ def spm_backend(pieces: Sequence[str] = ()) -> Backend:
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """The tokenizer with a chat template. No special token is put before a text."""
+    """Returns the tiny tokenizer with a chat template; it adds no special tokens to a string."""
     return Tokenizer(tiny_backend(), special_tokens=SPECIAL_TOKENS, chat_template=CHAT_TEMPLATE)

@@ -1,1 +1,1 @@
-"""Test support for kernels: random problems, and compilation without a GPU."""
+"""Test support for the kernels: random problems, and a compiler that needs no GPU."""

@@ -1,8 +1,8 @@
-"""Compiles a program for an H200 on a machine that has none, with the compiler that it would use.
+"""Compiles a program for an H200 without a GPU, with the compiler that a machine with one uses.
 
-It needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt of the version of jax, and nothing else of
-CUDA: no driver, no toolkit. Matrix products outside the kernels are not autotuned this way, so the
-result is for looking at, not for running.
+It needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt of the installed version of jax, and no
+other part of CUDA: no driver, no toolkit. Matrix products outside the kernels are not autotuned
+this way, so the program is for inspection and not for running.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jax.sharding import (
 
 DEVICE = "NVIDIA H200"
 
-# What the compiler wants to know of the device. Without versions it takes the driver for an ancient
-# one and leaves CUDA graphs out.
+# The description of the device for the compiler. Without versions the compiler assumes a very old
+# driver and makes no CUDA graphs.
 _TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -58,7 +58,7 @@ device_description_str: "NVIDIA H200"
 
 
 def is_available() -> bool:
-    """Whether the wheels that hold the compiler are installed."""
+    """Returns whether the wheels that contain the compiler are installed."""
     return importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
@@ -68,12 +68,12 @@ def compile_for_h200(
     """Compiles a jitted function for one H200.
 
     Args:
-      jitted: what `jax.jit` makes of a function.
-      args: pytrees of anything that has a shape and a dtype, for example `jax.ShapeDtypeStruct`.
+      jitted: a function that `jax.jit` returned.
+      args: pytrees whose leaves have a shape and a dtype, for example `jax.ShapeDtypeStruct`.
       compiler_options: debug options of XLA by name.
 
     Returns:
-      The program: `as_text` and `memory_analysis` work, a call does not.
+      The program. `as_text` and `memory_analysis` work; a call does not.
     """
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=_TARGET, topology="1x1x1"
@@ -87,8 +87,8 @@ def compile_for_h200(
 
 @contextlib.contextmanager
 def _abstract_h200() -> Iterator[None]:
-    """Tells the lowering of kernels, from jax 0.11 on, what device they are for."""
-    if jax.__version_info__ < (0, 11):  # assumes compute capability 9.0, which is right
+    """Tells the lowering of kernels which device they are for, which jax needs since 0.11."""
+    if jax.__version_info__ < (0, 11):  # assumes compute capability 9.0, as an H200 has
         yield
         return
     device = AbstractDevice(device_kind=DEVICE, num_cores=None, platform="gpu")

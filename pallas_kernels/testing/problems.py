@@ -1,7 +1,7 @@
-"""Attention problems with random inputs, and their solution in float64 by loops over numpy arrays.
+"""Attention problems with random inputs, and their solutions in float64 by loops over numpy arrays.
 
-For checks of the kernels, interpreted or on a device. Whatever the kernels must not read is poison:
-NaN where the dtype has it, ids far out of range in the block tables.
+They check the kernels, interpreted or on a device. Everything that the kernels must not read is
+poison: NaN in dtypes that have it, and IDs far out of range in the block tables.
 """
 
 from __future__ import annotations
@@ -12,21 +12,27 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Float32, Float64, Int32, Num
 
 NUM_LAYERS = 2
 LAYER = 1
 SPARE_BLOCKS = 3
 BAD_BLOCK = 10**6
 
-# Relative error of a row of the output: rounding of the inputs of two products and of the result.
 TOLERANCE = {"bfloat16": 1.5e-2, "float16": 2e-3, "float32": 1e-5}
+"""The relative error of an output row by dtype, from rounding inputs of two products and result."""
+
+NumpyCache = Num[np.ndarray, "layers blocks block_size kv_heads head_dim"]
+NumpyScales = Float32[np.ndarray, "layers kv_heads"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a problem looks like; contexts and chunks have an entry for each request.
+    """The sizes and options of a problem.
 
-    The block tables are as wide as the longest context needs, and ``num_spare_columns`` more.
+    ``contexts`` and ``chunks`` have an entry for each request: its tokens in the cache, and the
+    number of them that are queries, the last ones. The block tables have room for the longest
+    context and ``num_spare_columns`` more blocks. ``num_padding`` tokens follow the queries.
     """
 
     contexts: Sequence[int]
@@ -45,18 +51,18 @@ class Shape:
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of a call, and the right answer."""
+    """The arguments of a call, and its correct result."""
 
     shape: Shape
-    q: np.ndarray
-    k_cache: np.ndarray
-    v_cache: np.ndarray
-    block_tables: np.ndarray
-    seq_lens: np.ndarray
-    query_start: np.ndarray
-    k_scale: np.ndarray | None
-    v_scale: np.ndarray | None
-    expected: np.ndarray
+    q: Float[np.ndarray, "tokens heads head_dim"]
+    k_cache: NumpyCache
+    v_cache: NumpyCache
+    block_tables: Int32[np.ndarray, "rows width"]
+    seq_lens: Int32[np.ndarray, " rows"]
+    query_start: Int32[np.ndarray, " rows+1"]
+    k_scale: NumpyScales | None
+    v_scale: NumpyScales | None
+    expected: Float64[np.ndarray, "tokens heads head_dim"]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -69,7 +75,7 @@ class Problem:
         } | {name: s for name, s in scales.items() if s is not None}
 
     def error(self, out: object) -> float:
-        """The largest relative error of a row of the output, padding included; may be NaN."""
+        """Returns the largest relative error of an output row, padding included; may be NaN."""
         result = np.asarray(out).astype(np.float64)
         assert result.shape == self.expected.shape
         error = np.linalg.norm(result - self.expected, axis=-1)
@@ -77,13 +83,13 @@ class Problem:
         return float(np.max(error / np.where(size == 0.0, 1.0, size)))
 
     def check(self, out: object) -> None:
-        """Fails unless every row of the output is right, padding included."""
+        """Asserts that every row of the output is correct, padding included."""
         error = self.error(out)
         assert error < TOLERANCE[self.shape.dtype], f"relative error {error:.2e}"
 
 
 def make_problem(rng: np.random.Generator, shape: Shape) -> Problem:
-    """Draws a problem of a shape."""
+    """Returns a random problem of a shape."""
     cache = _Cache(rng, shape)
     num_tokens = sum(shape.chunks) + shape.num_padding
     q = rng.standard_normal((num_tokens, shape.num_heads, shape.head_dim))
@@ -113,7 +119,7 @@ def make_problem(rng: np.random.Generator, shape: Shape) -> Problem:
 
 
 class _Cache:
-    """A paged cache full of poison, into which requests are put one by one."""
+    """A paged cache full of poison, to which requests are added one by one."""
 
     def __init__(self, rng: np.random.Generator, shape: Shape) -> None:
         dtype = jnp.dtype(shape.cache_dtype or shape.dtype)
@@ -138,10 +144,20 @@ class _Cache:
         for request, length in enumerate(lengths):
             self.tables[request, :length], blocks = blocks[:length], blocks[length:]
 
-    def fill(self, request: int, *, first_visible: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draws the keys and values of a request, from the first position that anyone may read.
+    def fill(
+        self, request: int, *, first_visible: int
+    ) -> tuple[
+        Float64[np.ndarray, "context kv_heads head_dim"],
+        Float64[np.ndarray, "context kv_heads head_dim"],
+    ]:
+        """Draws the keys and values of a request and writes them to its blocks.
 
-        Returns both as float64 [context, num_kv_heads, head_dim].
+        Args:
+          request: index of the request.
+          first_visible: positions before it are drawn and not written.
+
+        Returns:
+          The keys and the values, float64 [context, num_kv_heads, head_dim].
         """
         context = self.shape.contexts[request]
         filled = []
@@ -159,9 +175,13 @@ class _Cache:
 
 
 def _attend(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, shape: Shape
-) -> np.ndarray:
-    """Attention of the query heads [num_heads, head_dim] at one position, in float64."""
+    q: Float[np.ndarray, "heads head_dim"],
+    keys: Float64[np.ndarray, "context kv_heads head_dim"],
+    values: Float64[np.ndarray, "context kv_heads head_dim"],
+    position: int,
+    shape: Shape,
+) -> Float64[np.ndarray, "heads head_dim"]:
+    """Returns the attention output of all query heads at one position."""
     out = np.zeros(q.shape, np.float64)
     first = 0 if shape.window is None else max(0, position - shape.window + 1)
     for head in range(shape.num_heads):

@@ -1,1 +1,1 @@
-"""What the GPU scripts share: models without weights files, timing, and the parts of the check."""
+"""The parts of the GPU check, and the code that GPU scripts share: models, timing, workloads."""

@@ -1,4 +1,4 @@
-"""How fast the attention kernels are: decode in bytes a second, ragged prefill in operations."""
+"""Measures the attention kernels: decode in bytes per second, ragged prefill in operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPE = "bfloat16"
 
 
 def run(options: Options, report: Report) -> None:
-    """Times both kernels at the shapes of each model, over batches and contexts."""
+    """Times both kernels at the shapes of each model, for all batches and contexts."""
     for name in options.models:
         measure = _Measurement(options, report, name)
         for context in measure.contexts:
@@ -29,7 +29,7 @@ def run(options: Options, report: Report) -> None:
 
 
 class _Measurement:
-    """One model: its pool, and its two programs for each batch."""
+    """The measurements of one model: its pool of keys and values, and its two programs."""
 
     def __init__(self, options: Options, report: Report, name: str) -> None:
         self._options, self._report, self._name = options, report, name
@@ -46,7 +46,7 @@ class _Measurement:
         }
 
     def decode(self, context: int) -> None:
-        """GB of keys and values a second, for each batch."""
+        """Reports GB of keys and values read per second, for each batch."""
         rates: dict[str, float] = {}
         for rows in self._batches(context):
             spent = self._seconds(rows, context, np.arange(rows + 1), decode_only=True)
@@ -57,7 +57,10 @@ class _Measurement:
         self._report.add(f"decode GB/s {self._name} context {context}", **rates, **parts)
 
     def prefill(self, context: int) -> None:
-        """TFLOP a second of the two products, for each batch: the last tokens of each context."""
+        """Reports TFLOP per second of both products, for each batch.
+
+        The queries are the last tokens of each context.
+        """
         rates: dict[str, float] = {}
         for rows in self._batches(context):
             chunk = min(self._num_tokens // rows, context)
@@ -76,7 +79,7 @@ class _Measurement:
     def _seconds(
         self, rows: int, context: int, query_start: np.ndarray, *, decode_only: bool
     ) -> float:
-        """Seconds of one call."""
+        """Returns the seconds of one call."""
         tables = self._pool.tables(self._num_calls, rows, context, width=self._width)
         seq_lens = jnp.full(rows, context, jnp.int32)
         starts = jnp.asarray(query_start, jnp.int32)

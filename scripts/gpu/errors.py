@@ -1,8 +1,8 @@
-"""What is said of a result that is off."""
+"""Messages about wrong results."""
 
 from __future__ import annotations
 
 
 def beyond(error: float, limit: float) -> str:
-    """What to say of an error, which may be NaN."""
+    """Returns a message if ``error`` is not below ``limit`` (or is NaN), else an empty string."""
     return "" if error < limit else f"relative error {error:.2e}, at most {limit:.1e}"

@@ -1,6 +1,6 @@
-"""The kernels at the end of a cache of more than 4 GiB, where offsets do not fit 32 bits.
+"""Checks the kernels at the end of a cache of more than 4 GiB, where offsets do not fit 32 bits.
 
-A cache in use is larger than that, those of the other checks are small.
+Real caches are larger than that; the caches of the other checks are small.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pallas_kernels.testing.problems import LAYER, TOLERANCE, Shape, make_proble
 
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 CONTEXTS, CHUNKS = (1, 17, 200), (1, 9, 100)
-# Of 32 KiB, in each of two layers: 4.6 GB.
+# A block has 32 KiB in each of two layers, so this is 4.6 GB.
 NUM_BLOCKS = 70_000
 
 
 def check_large_cache(options: Options, report: Report, rng: np.random.Generator) -> None:
-    """Decode, ragged attention and a write, all in the last blocks of the last layer."""
+    """Checks decode, ragged attention and a write, all in the last blocks of the last layer."""
     problem = make_problem(rng, Shape(CONTEXTS, CHUNKS, **HEADS))
     num_blocks = 64 if options.tiny else NUM_BLOCKS
     needed = 5 * problem.k_cache[:, :1].nbytes * num_blocks
@@ -62,7 +62,7 @@ def check_large_cache(options: Options, report: Report, rng: np.random.Generator
 
 
 def _at_the_end(cache: np.ndarray, num_blocks: int) -> jax.Array:
-    """The cache as the last blocks of one of so many, which is NaN before them."""
+    """Returns a cache of ``num_blocks`` blocks that ends with ``cache`` and is NaN before it."""
     layers, used, *rest = cache.shape
 
     @jax.jit

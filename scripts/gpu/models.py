@@ -1,4 +1,4 @@
-"""The models that the GPU scripts are about, with weights that need no file."""
+"""The models that the GPU scripts run, with random weights."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def spec_of(name: str, *, num_layers: int | None = None) -> ModelSpec:
-    """The model of that name in `CONFIGS`, perhaps with fewer layers."""
+    """Returns the spec of a model of `CONFIGS`, with ``num_layers`` layers if given."""
     config = CONFIGS[name]
     if num_layers is not None:
         config = config | {"num_hidden_layers": num_layers}
@@ -75,7 +75,7 @@ def spec_of(name: str, *, num_layers: int | None = None) -> ModelSpec:
 
 
 def backend_for(name: str, spec: ModelSpec, device: Device, dtype: str) -> AttentionBackend:
-    """The attention backend of that name for a model whose cache has the dtype of its weights."""
+    """Returns an attention backend for a model whose cache has the dtype of its weights."""
     shape = AttentionShape(
         spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, dtype, dtype
     )
@@ -83,7 +83,10 @@ def backend_for(name: str, spec: ModelSpec, device: Device, dtype: str) -> Atten
 
 
 def abstract_params(spec: ModelSpec, dtype: str) -> tuple[Callable[[Any], LanguageModel], Any]:
-    """What makes the model of its parameters, and those as shapes; layers written out."""
+    """Returns a function from parameters to the model, and the shapes of the parameters.
+
+    The layers are unrolled.
+    """
     graphdef, state = nnx.split(build_model(spec, loop="unroll"))
     shapes = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(dtype)), nnx.to_pure_dict(state)
@@ -92,14 +95,14 @@ def abstract_params(spec: ModelSpec, dtype: str) -> tuple[Callable[[Any], Langua
 
 
 def random_params(shapes: Any, *, seed: int = 0) -> Any:
-    """Parameters of the given shapes, made on the device, with activations of a usual size."""
+    """Returns random parameters on the device, scaled so that activations have a realistic size."""
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return jax.tree.unflatten(tree, [_random(*each) for each in zip(keys, leaves, strict=True)])
 
 
 def abstract_cache(spec: ModelSpec, *, num_blocks: int, dtype: str) -> KVCache:
-    """The shapes of a cache."""
+    """Returns the shapes of a cache."""
     shape = (spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
     array: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     return KVCache(array, array)
@@ -112,5 +115,5 @@ def _random(key: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if len(shape) == 1:
-        return jnp.ones(shape, dtype)  # of a norm
+        return jnp.ones(shape, dtype)  # the weight of a norm
     return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[0] ** -0.5, dtype)

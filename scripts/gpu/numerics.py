@@ -1,8 +1,8 @@
-"""Every kernel against float64, on fresh random inputs, with poison wherever it must not look.
+"""Checks every kernel against float64, on fresh random inputs with poison where it must not read.
 
-What interpreted kernels cannot show is the point of running this on a device: there an index that
-is out of range reaches other memory, uninitialised outputs hold what was there before (NaN, here),
-and programs run at the same time.
+A device shows errors that interpreted kernels cannot show. There an index out of range reaches
+other memory, uninitialised outputs hold the previous contents of the memory (here NaN), and
+programs run at the same time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.ragged_attention import ragged_attention
 from pallas_kernels.testing.problems import LAYER, TOLERANCE, Shape, make_problem
 
-# The models' heads, then every option somewhere.
+# The heads of the models, then cases that together cover every option.
 HEADS: dict[str, dict[str, Any]] = {
     "llama-8b 32/8x128": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
     "smollm2 9/3x64": {"num_heads": 9, "num_kv_heads": 3},
@@ -55,7 +55,7 @@ def run(options: Options, report: Report) -> None:
     for name, heads in HEADS.items():
         if options.tiny and name not in TINY_HEADS:
             continue
-        # The last context fills its line of the table, which ends where the table does.
+        # The last context fills its row of the table, which is the end of the table.
         decode = Shape(contexts, [1] * len(contexts), **heads, **FULL_TABLE)
         _attention(report, f"decode {name}", rng, decode, interpret)
         ragged = Shape(contexts, chunks, **heads, **FULL_TABLE, num_padding=7)
@@ -82,7 +82,7 @@ def _attention(
 
 
 def _write(report: Report, rng: np.random.Generator, dtype: str, interpret: bool) -> None:
-    """Writes to the first layer: a slot that is not masked off lands in the second one."""
+    """Checks a write to the first layer; an unmasked padding slot would land in the second."""
     caches = rng.standard_normal((2, 2, 9, 16, 3, 64)).astype(jnp.dtype(dtype))
     num_slots = 9 * 16
     slots = rng.permutation(num_slots)[:50].astype(np.int32)
@@ -100,6 +100,6 @@ def _write(report: Report, rng: np.random.Generator, dtype: str, interpret: bool
 
 
 def _poison(num_bytes: int) -> None:
-    """Fills memory with NaN and gives it back, so that outputs are made of it."""
+    """Fills memory with NaN and frees it, so that the next outputs are allocated in it."""
     filled = [jnp.full(num_bytes // 8, jnp.nan, jnp.float32) for _ in range(2)]
     jax.block_until_ready(filled)

@@ -1,4 +1,4 @@
-"""How the parts of the check are run."""
+"""The options of the parts of the check."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Where, in the folder of the check, the compiler describes the steps that it compiles.
 DUMP = "xla"
+"""The subfolder of the check's folder that the compiler dumps its steps to."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What every part is told.
+    """The options of every part.
 
     Attributes:
-      tiny: toy sizes, to try the check itself out on a CPU; the kernels are interpreted there.
-      folder: where to leave files.
-      facts: figures of the parts before this one.
+      tiny: toy sizes, to test the check itself on a CPU, where the kernels are interpreted.
+      folder: the folder for files.
+      facts: figures of earlier parts, by name.
     """
 
     tiny: bool
@@ -26,14 +26,14 @@ class Options:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Whose shapes to measure, of `models.CONFIGS`."""
+        """The models of `models.CONFIGS` whose shapes are measured."""
         return ("tiny",) if self.tiny else ("llama-3.1-8b", "smollm2-135m")
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Numbers of requests to measure with."""
+        """The numbers of requests that are measured."""
         return (1, 4) if self.tiny else (1, 8, 64, 256)
 
     def fact(self, name: str) -> float:
-        """A figure of a part before this one; NaN if that did not come so far."""
+        """Returns a figure of an earlier part; NaN if that part did not report it."""
         return self.facts.get(name, math.nan)

@@ -1,4 +1,4 @@
-"""The same model and workload with `transformers`, on the same card in the same run."""
+"""Measures `transformers` with the same model and workload, on the same card in the same run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu.throughput import workload
 
 
 def run(options: Options, report: Report) -> None:
-    """Generates with a static batch, which is halved until it fits."""
+    """Generates with a static batch, halved until it fits the memory."""
     import torch
     import transformers
 
@@ -48,7 +48,7 @@ def run(options: Options, report: Report) -> None:
 
 
 def _generate(model: Any, prompts: Any, num_tokens: int) -> float:
-    """Seconds to generate so many greedy tokens for each prompt."""
+    """Returns the seconds to generate ``num_tokens`` greedy tokens for each prompt."""
     import torch
 
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the parts of the check find out: lines in a file as they come, and a table at the end."""
+"""The findings of the parts of the check: lines in a file, and a table at the end."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 
 class Skipped(Exception):
-    """A part cannot be run here; the message says why."""
+    """A part cannot run on this machine; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, its figures, and what was wrong with it, if anything."""
+    """One line: its subject, its figures, and the problem, if there is one."""
 
     what: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -23,33 +23,33 @@ class Finding:
 
     @property
     def row(self) -> str:
-        """The line of the table."""
+        """The finding as a line of the table."""
         figures = "  ".join(f"{name} {_short(value)}" for name, value in self.values.items())
         return f"{self.what:44s} {figures}" + (f"  FAILED: {self.problem}" * bool(self.problem))
 
 
 class Report:
-    """Findings, each of which is in the file as soon as it is known."""
+    """Findings that are written to a file as soon as they are added."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         path.touch()
 
     def add(self, what: str, *, problem: str = "", **values: Any) -> None:
-        """Adds a line."""
+        """Adds a finding to the file and prints it."""
         finding = Finding(what, values, problem)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(finding)) + "\n")
         print(finding.row, flush=True)
 
     def findings(self) -> list[Finding]:
-        """All lines so far."""
+        """Returns all findings so far."""
         lines = self._path.read_text(encoding="utf-8").splitlines()
         return [Finding(**json.loads(line)) for line in lines]
 
 
 def facts(findings: Iterable[Finding]) -> dict[str, float]:
-    """The figures of the parts before this one, by name."""
+    """Returns the figures of ``findings`` by name; later ones win."""
     merged: dict[str, float] = {}
     for finding in findings:
         merged |= finding.values

@@ -1,4 +1,4 @@
-"""What the card can do: the rates that everything else is compared with."""
+"""Measures the limits of the card, which the other parts compare their rates with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHAIN = 4
 
 
 def run(options: Options, report: Report) -> None:
-    """Rates of copying and reading memory, and of a large matrix product."""
+    """Reports the rates of copying and reading memory and of a large matrix product."""
     device = jax.devices()[0]
     report.add(
         "device",

@@ -1,4 +1,4 @@
-"""An engine in this process, for a model with random weights that are made on the device."""
+"""An engine in this process, for a model with random weights made on the device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxserve.runner.runner import ModelRunner
 from jaxserve.sampling_params import SamplingParams
 
 DTYPE = "bfloat16"
-# Part of the free memory for the cache; the rest is for the steps.
-_PART = 0.85
+# The fraction of the free memory for the cache; the rest is for the steps.
+_CACHE_FRACTION = 0.85
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """How large an engine is to be."""
+class EngineSize:
+    """The requested sizes of an engine, as in `core.plan.Sizes`."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -34,20 +34,23 @@ class Wanted:
 
 
 class ServedModel:
-    """Weights, cache and runner of a model; as many blocks as wanted, or as fit.
+    """The weights, cache and runner of a model.
+
+    The cache has as many blocks as ``size`` asks for, or as many as fit the free memory.
 
     Attributes:
-      sizes: of the engine.
-      runner: with nothing compiled yet.
-      num_params_used: weights that a decode step reads.
-      bytes_per_token: of the cache.
+      spec: the shape of the model.
+      sizes: the sizes of the engine.
+      runner: the runner, which has compiled nothing yet.
+      num_params_used: number of weights that a decode step reads.
+      bytes_per_token: bytes of the cache per token.
     """
 
-    def __init__(self, spec: ModelSpec, wanted: Wanted, device: Device) -> None:
+    def __init__(self, spec: ModelSpec, size: EngineSize, device: Device) -> None:
         self.spec = spec
         bind, shapes = abstract_params(spec, DTYPE)
         params = jax.block_until_ready(random_params(shapes))
-        # Of the input embedding a step reads a few rows only, unless it is the head too.
+        # A step reads only a few rows of the input embedding, unless it is the output head too.
         embedding = 0 if spec.tied_head else spec.vocab_size * spec.hidden_size
         self.num_params_used = sum(leaf.size for leaf in jax.tree.leaves(shapes)) - embedding
         cache = {
@@ -59,13 +62,13 @@ class ServedModel:
         self.bytes_per_token = kv_cache.bytes_per_token(**cache)
         stats = jax.devices()[0].memory_stats() or {}
         free = stats.get("bytes_limit", 2**31) - stats.get("bytes_in_use", 0)
-        fitting = int(free * _PART) // (self.bytes_per_token * BLOCK_SIZE)
+        fitting = int(free * _CACHE_FRACTION) // (self.bytes_per_token * BLOCK_SIZE)
         self.sizes = Sizes(
-            max_model_len=wanted.max_model_len,
+            max_model_len=size.max_model_len,
             block_size=BLOCK_SIZE,
-            num_blocks=min(wanted.num_blocks, fitting),
-            max_num_seqs=wanted.max_num_seqs,
-            max_num_batched_tokens=wanted.max_num_batched_tokens,
+            num_blocks=min(size.num_blocks, fitting),
+            max_num_seqs=size.max_num_seqs,
+            max_num_batched_tokens=size.max_num_batched_tokens,
         )
         self.runner = ModelRunner(
             bind,
@@ -74,11 +77,11 @@ class ServedModel:
             attention=backend_for("pallas_triton", spec, device, DTYPE),
             sizes=self.sizes,
             vocab_size=spec.vocab_size,
-            table_widths=table_widths(wanted.max_model_len, BLOCK_SIZE),
+            table_widths=table_widths(size.max_model_len, BLOCK_SIZE),
         )
 
     def core(self) -> EngineCore:
-        """An engine without requests, which overlaps its steps."""
+        """Returns an engine without requests, which overlaps its steps."""
         sizes = self.sizes
         scheduler = Scheduler(
             max_num_seqs=sizes.max_num_seqs,
@@ -90,28 +93,32 @@ class ServedModel:
         return EngineCore(scheduler, self.runner, depth=2)
 
     def holds(self, num_rows: int, context: int) -> bool:
-        """Whether the cache has blocks for so many contexts."""
+        """Returns whether the cache has blocks for ``num_rows`` contexts."""
         return num_rows * -(-context // BLOCK_SIZE) < self.sizes.num_blocks
 
     def plans(self, num_rows: int, start: int, num_tokens: int) -> tuple[StepPlan, StepPlan]:
-        """A step of so many requests that run the tokens from position ``start`` on.
+        """Returns two plans of a step of ``num_rows`` requests with ``num_tokens`` tokens each.
 
-        Returns the plan with which the requests enter and the one that repeats the step.
+        The tokens start at position ``start``. In the first plan the requests are new; the second
+        repeats the step.
         """
         first, again = (
             StepPlan(
                 step_id=0,
                 scheduled=tuple(
-                    self._part(row, start, num_tokens, is_new=is_new) for row in range(num_rows)
+                    self._scheduled(row, start, num_tokens, is_new=is_new)
+                    for row in range(num_rows)
                 ),
             )
             for is_new in (True, False)
         )
         return first, again
 
-    def _part(self, row: int, start: int, num_tokens: int, *, is_new: bool) -> ScheduledRequest:
+    def _scheduled(
+        self, row: int, start: int, num_tokens: int, *, is_new: bool
+    ) -> ScheduledRequest:
         end = start + num_tokens
-        each = -(-end // BLOCK_SIZE)
+        blocks_each = -(-end // BLOCK_SIZE)
         tokens: Any = range(num_tokens) if num_tokens > 1 else ()
         return ScheduledRequest(
             request_id=str(row),
@@ -121,7 +128,9 @@ class ServedModel:
             num_tokens=num_tokens,
             token_ids=tokens,
             block_offset=0,
-            new_block_ids=range(1 + row * each, 1 + (row + 1) * each) if is_new else (),
+            new_block_ids=(
+                range(1 + row * blocks_each, 1 + (row + 1) * blocks_each) if is_new else ()
+            ),
             samples=True,
             params=SamplingParams(temperature=0, max_tokens=1, seed=0),
             eos_token_id=None,

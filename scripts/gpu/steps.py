@@ -1,4 +1,4 @@
-"""Whole steps of an engine: how close to what the card can do, and how long it waits."""
+"""Measures whole steps of an engine: their share of the card's limits, and the card's idle time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxserve.core.plan import StepPlan
 from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 
-# The host is timed while contexts are short, when the device gives it the least time.
+# The host is timed with short contexts, where the steps of the device are shortest.
 SHORT_CONTEXT = 32
 
 
 def measure_steps(model: ServedModel, options: Options, report: Report) -> None:
-    """Decode at each batch, then a prefill."""
+    """Measures decode for each batch, then a prefill."""
     context = 48 if options.tiny else 1024
     for rows in options.batches:
         if model.holds(rows, context):
@@ -66,9 +66,9 @@ def _prefill(model: ServedModel, options: Options, report: Report) -> None:
 def _step_seconds(
     model: ServedModel, plans: tuple[StepPlan, StepPlan], options: Options
 ) -> tuple[float, float]:
-    """Seconds of one step when the next one is always there already, and of the host to start it.
+    """Returns the seconds of a step in a full queue, and the seconds of the host to start one.
 
-    If they are about equal, it is the host that was timed.
+    If the two are about equal, the host is the bottleneck and the first is not the device's time.
     """
     first, again = plans
     model.runner.execute(first).result()
@@ -82,9 +82,9 @@ def _step_seconds(
 
 
 def _served_seconds(model: ServedModel, rows: int) -> float:
-    """Seconds from step to step of an engine that serves so many requests, all decoding.
+    """Returns the median seconds between steps of an engine that decodes ``rows`` requests.
 
-    Their prompts are one token, so that there is no other kind of step.
+    Prompts have one token, so that every step is a decode step.
     """
     core = model.core()
     num_tokens = 2 * SHORT_CONTEXT
@@ -95,12 +95,12 @@ def _served_seconds(model: ServedModel, rows: int) -> float:
     while core.has_work:
         core.step(time.monotonic())
         ends.append(time.perf_counter())
-    # Neither the steps that fill the pipe nor those in which requests end.
+    # Without the steps that fill the pipeline and the steps in which requests end.
     return float(np.median(np.diff(ends[4:-4])))
 
 
 def graphs_of_last_step(folder: Path) -> str:
-    """How many of the things that the host starts are graphs, in the step compiled last."""
+    """Returns the number of CUDA graphs among the host's launches, for the step compiled last."""
     found = (folder / DUMP).glob(f"*jit_step{LISTING}")
     listings = sorted(found, key=lambda path: path.stat().st_mtime)
     if not listings:

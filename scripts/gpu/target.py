@@ -1,4 +1,4 @@
-"""What the compiler knows of this card, for compiling for it on a machine that has none."""
+"""Saves the compiler's description of this card, for compilation on machines without one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu.report import Report, Skipped
 
 
 def run(options: Options, report: Report) -> None:
-    """Writes the description to a file, in the form that `testing.deviceless` reads."""
+    """Writes the description to a file, in the format of `pallas_kernels.testing.deviceless`."""
     if jax.default_backend() == "cpu":
         raise Skipped("there is no GPU")
     topology = xla_client.get_topology_for_devices(jax.devices())

@@ -1,4 +1,4 @@
-"""The engine end to end: many requests at once, from token ids to token ids."""
+"""Measures the engine end to end: many requests at once, from token IDs to token IDs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxserve.sampling_params import SamplingParams
 
 
 def workload(options: Options) -> tuple[int, int, int]:
-    """Number of requests, tokens of a prompt, tokens of an answer."""
+    """Returns the number of requests, tokens per prompt and tokens per completion."""
     return (4, 12, 4) if options.tiny else (256, 512, 128)
 
 
 def measure_throughput(model: ServedModel, options: Options, report: Report) -> None:
-    """Serves the workload twice, of which the first time compiles."""
+    """Runs the workload twice, first to compile and then to measure."""
     num_requests, input_len, output_len = workload(options)
     _serve(model, options, seed=0)
     compiled = model.runner.num_compilations
@@ -33,7 +33,7 @@ def measure_throughput(model: ServedModel, options: Options, report: Report) -> 
 
 
 def _serve(model: ServedModel, options: Options, *, seed: int) -> float:
-    """Seconds from the arrival of all requests to the last token."""
+    """Returns the seconds from the arrival of all requests to the last token."""
     num_requests, input_len, output_len = workload(options)
     rng = np.random.default_rng(seed)
     prompts = rng.integers(0, model.spec.vocab_size, (num_requests, input_len)).tolist()

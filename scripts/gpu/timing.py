@@ -1,4 +1,4 @@
-"""How long a device takes."""
+"""Timing of programs on a device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROUND_S = 0.08
 
 
 def seconds(fn: Callable[..., Any], *args: Any) -> float:
-    """Seconds that the device takes for one call, when the calls come one after the other.
+    """Returns the seconds that the device takes for one of many consecutive calls.
 
-    The first call, which may compile, does not count. The best of a few rounds does: whatever
-    disturbs a round only makes it longer.
+    The first call does not count, as it may compile. The result is the best of a few rounds, since
+    a disturbance can only make a round longer.
 
     Args:
-      fn: jitted; does not donate.
-      args: on the device.
+      fn: a jitted function without donated arguments.
+      args: arguments on the device.
     """
     jax.block_until_ready(fn(*args))
     once = _round(fn, args, 1)

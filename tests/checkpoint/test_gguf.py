@@ -12,7 +12,7 @@ from gguf import quants
 from jaxserve.checkpoint.gguf import GGUFCheckpoint, served_name
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.hf_config import read_spec
-from jaxserve.ops.rope import Factors
+from jaxserve.ops.rope import FactorScaling
 from jaxserve.testing.tiny import random_tensors, tiny_config
 
 NAMES = {
@@ -255,7 +255,7 @@ def test_other_rope_factors_are_given_as_they_are(tmp_path: Path) -> None:
     checkpoint = small(tmp_path, {}, {"rope_freqs.weight": factors})
     rope = checkpoint.config["rope_parameters"]
     assert rope == {"rope_type": "factors", "rope_theta": 10000.0, "factors": factors.tolist()}
-    assert read_spec(checkpoint.config).rope.scaling == Factors(tuple(factors.tolist()))
+    assert read_spec(checkpoint.config).rope.scaling == FactorScaling(tuple(factors.tolist()))
 
 
 def test_generation_config(tmp_path: Path) -> None:

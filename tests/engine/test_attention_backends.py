@@ -64,7 +64,7 @@ def test_greedy_tokens_are_those_of_plain_attention(tmp_path):
         (
             {"num_attention_heads": 129, "num_key_value_heads": 1},
             {},
-            "at most 128 query heads may share a key head, got 129",
+            "at most 128 query heads may share a KV head, got 129",
         ),
     ],
 )

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.hf_config import read_spec
 from jaxserve.models.registry import MODELS
 from jaxserve.models.spec import ModelSpec
-from jaxserve.ops.rope import Dynamic, Factors, Linear, Llama3, Yarn
+from jaxserve.ops.rope import (
+    DynamicScaling,
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    YarnScaling,
+)
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -66,14 +74,18 @@ def test_numbers_may_be_text():
     [
         ({"rope_theta": 5e5}, 5e5, None),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),
-        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, 5e5, Linear(2.0)),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, 1e4, Linear(2.0)),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
+            5e5,
+            LinearScaling(2.0),
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, 1e4, LinearScaling(2.0)),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 7.0}},
             7.0,
-            Linear(2.0),
+            LinearScaling(2.0),
         ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 1e4, Dynamic(2.0, 2048)),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 1e4, DynamicScaling(2.0, 2048)),
         (
             {
                 "rope_scaling": {
@@ -85,7 +97,7 @@ def test_numbers_may_be_text():
                 }
             },
             1e4,
-            Llama3(8.0, 1.0, 4.0, 512),
+            Llama3Scaling(8.0, 1.0, 4.0, 512),
         ),
         (
             {
@@ -96,12 +108,12 @@ def test_numbers_may_be_text():
                 }
             },
             1e4,
-            Yarn(4.0, 512, pytest.approx(1.1386294361)),
+            YarnScaling(4.0, 512, 0.1 * math.log(4.0) + 1.0),
         ),
         (
             {"rope_parameters": {"rope_type": "factors", "factors": [1, 1, 2, 2, 2, 2, 4, 4]}},
             1e4,
-            Factors((1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 4.0, 4.0)),
+            FactorScaling((1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 4.0, 4.0)),
         ),
         (
             {
@@ -109,7 +121,7 @@ def test_numbers_may_be_text():
                 "rope_scaling": {"type": "yarn", "factor": None, "attention_factor": 1.5},
             },
             1e4,
-            Yarn(8.0, 256, 1.5),
+            YarnScaling(8.0, 256, 1.5),
         ),
     ],
 )

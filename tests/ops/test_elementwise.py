@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -42,7 +43,7 @@ def reference(x, weight, eps: float) -> np.ndarray:
 def test_a_norm_equals_float64(rng: np.random.Generator):
     x = rng.standard_normal((7, 3, 576)).astype(np.float32) * 10
     weight = rng.standard_normal(576).astype(np.float32)
-    got = np.asarray(rms_norm(x, weight, eps=1e-5))
+    got = np.asarray(rms_norm(jnp.asarray(x), jnp.asarray(weight), eps=1e-5))
     np.testing.assert_allclose(
         got, reference(x, weight, 1e-5), rtol=rounding("float32", 576 + STEPS)
     )
@@ -51,7 +52,7 @@ def test_a_norm_equals_float64(rng: np.random.Generator):
 def test_eps_counts_and_zero_stays_zero(rng: np.random.Generator):
     x = np.stack([np.zeros(64), rng.standard_normal(64) * 1e-3]).astype(np.float32)
     weight = np.ones(64, np.float32)
-    got = np.asarray(rms_norm(x, weight, eps=1e-5))
+    got = np.asarray(rms_norm(jnp.asarray(x), jnp.asarray(weight), eps=1e-5))
     np.testing.assert_allclose(
         got, reference(x, weight, 1e-5), rtol=rounding("float32", 64 + STEPS)
     )
@@ -59,6 +60,6 @@ def test_eps_counts_and_zero_stays_zero(rng: np.random.Generator):
 
 def test_half_precision_squares_in_float32():
     x = np.full((1, 64), 400, np.float16)  # 400 ** 2 is beyond float16
-    got = rms_norm(x, np.ones(64, np.float16), eps=1e-5)
+    got = rms_norm(jnp.asarray(x), jnp.ones(64, jnp.float16), eps=1e-5)
     assert got.dtype == np.float16
     np.testing.assert_allclose(np.asarray(got), 1.0, rtol=2 * unit("float16"))

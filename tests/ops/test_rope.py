@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.ops.rope import (
-    Dynamic,
-    Factors,
-    Linear,
-    Llama3,
+    DynamicScaling,
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
     Rope,
-    Yarn,
+    YarnScaling,
     cos_sin,
     fixed_frequencies,
     rotate,
@@ -27,15 +28,15 @@ eight roundings, and there are two divisions. That of an angle is as large: it g
 
 
 def angles(positions, rope: Rope) -> np.ndarray:
-    cos, sin = cos_sin(np.asarray(positions, np.int32), rope)
+    cos, sin = cos_sin(jnp.asarray(positions, jnp.int32), rope)
     return np.arctan2(sin, cos)
 
 
 def test_rotation_is_a_complex_product(rng: np.random.Generator):
     x = rng.standard_normal((5, 3, HEAD_DIM)).astype(np.float32)
     positions = rng.integers(0, 1000, 5).astype(np.int32)
-    cos, sin = cos_sin(positions, Rope(THETA, HEAD_DIM))
-    got = np.asarray(rotate(x, cos, sin))
+    cos, sin = cos_sin(jnp.asarray(positions), Rope(THETA, HEAD_DIM))
+    got = np.asarray(rotate(jnp.asarray(x), cos, sin))
     pairs = x[..., :32] + 1j * x[..., 32:]
     turned = pairs * np.exp(1j * positions[:, None, None] * PLAIN)
     # An angle is a position times a frequency, both rounded; its error turns the largest pair.
@@ -46,10 +47,10 @@ def test_rotation_is_a_complex_product(rng: np.random.Generator):
 
 def test_rotation_keeps_the_dtype_and_computes_in_float32(rng: np.random.Generator):
     x = rng.standard_normal((2, 1, HEAD_DIM)).astype(np.float16)
-    cos, sin = cos_sin(np.array([3, 70], np.int32), Rope(THETA, HEAD_DIM))
-    got = rotate(x, cos, sin)
+    cos, sin = cos_sin(jnp.array([3, 70], jnp.int32), Rope(THETA, HEAD_DIM))
+    got = rotate(jnp.asarray(x), cos, sin)
     assert got.dtype == np.float16
-    want = rotate(x.astype(np.float32), cos, sin)
+    want = rotate(jnp.asarray(x, jnp.float32), cos, sin)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want).astype(np.float16))
 
 
@@ -58,17 +59,17 @@ def test_without_scaling():
 
 
 def test_linear_divides_all():
-    scaled = fixed_frequencies(Rope(THETA, HEAD_DIM, Linear(4.0)))
+    scaled = fixed_frequencies(Rope(THETA, HEAD_DIM, LinearScaling(4.0)))
     np.testing.assert_allclose(scaled, PLAIN / 4, rtol=FREQUENCY)
 
 
 def test_factors_divide_each():
     factors = np.linspace(1, 3, HEAD_DIM // 2)
-    scaled = fixed_frequencies(Rope(THETA, HEAD_DIM, Factors(tuple(factors))))
+    scaled = fixed_frequencies(Rope(THETA, HEAD_DIM, FactorScaling(tuple(factors))))
     np.testing.assert_allclose(scaled, PLAIN / factors, rtol=FREQUENCY)
 
 
-@pytest.mark.parametrize("scaling", [Llama3(8.0, 1.0, 4.0, 512), Yarn(8.0, 512, 1.0)])
+@pytest.mark.parametrize("scaling", [Llama3Scaling(8.0, 1.0, 4.0, 512), YarnScaling(8.0, 512, 1.0)])
 def test_high_frequencies_are_kept_and_low_ones_divided(scaling):
     ratio = PLAIN / fixed_frequencies(Rope(THETA, HEAD_DIM, scaling))
     assert ratio[0] == pytest.approx(1)
@@ -78,12 +79,14 @@ def test_high_frequencies_are_kept_and_low_ones_divided(scaling):
 
 
 def test_yarn_scales_cosines_and_sines():
-    cos, sin = cos_sin(np.array([0, 9], np.int32), Rope(THETA, HEAD_DIM, Yarn(4.0, 512, 1.5)))
+    cos, sin = cos_sin(
+        jnp.array([0, 9], jnp.int32), Rope(THETA, HEAD_DIM, YarnScaling(4.0, 512, 1.5))
+    )
     np.testing.assert_allclose(np.hypot(cos, sin), 1.5, rtol=rounding("float32", 8))
 
 
 def test_dynamic_is_plain_within_the_original_length_and_slower_beyond():
-    rope, plain = Rope(THETA, HEAD_DIM, Dynamic(2.0, 100)), Rope(THETA, HEAD_DIM)
+    rope, plain = Rope(THETA, HEAD_DIM, DynamicScaling(2.0, 100)), Rope(THETA, HEAD_DIM)
     positions = np.arange(100)
     atol = 2 * FREQUENCY * positions.max()
     np.testing.assert_allclose(angles(positions, rope), angles(positions, plain), rtol=0, atol=atol)
@@ -94,5 +97,5 @@ def test_dynamic_is_plain_within_the_original_length_and_slower_beyond():
 
 
 def test_dynamic_depends_on_nothing_but_the_position():
-    rope = Rope(THETA, HEAD_DIM, Dynamic(2.0, 100))
+    rope = Rope(THETA, HEAD_DIM, DynamicScaling(2.0, 100))
     np.testing.assert_array_equal(angles([150, 7, 900], rope)[0], angles([150, 3, 4], rope)[0])

@@ -98,11 +98,11 @@ def step_report(gate, **changes):
     ("changes", "problem"),
     [
         ({"num_graphs": 2}, "2 graphs"),
-        ({"outside": ("kWhile while.3",)}, "outside of them ['kWhile while.3']"),
+        ({"outside": ("kWhile while.3",)}, "outside of graphs ['kWhile while.3']"),
         ({"spilling": ("paged_decode",)}, "registers spill in paged_decode"),
         ({"alias_bytes": 500}, "500 of 1000 bytes are written in place"),
         ({"copies": ("copy copy.7",)}, "the cache is copied: copy copy.7"),
-        ({"recomputed": ("fusion.1.remat",)}, "computed again: fusion.1.remat"),
+        ({"recomputed": ("fusion.1.remat",)}, "recomputed: fusion.1.remat"),
     ],
 )
 def test_a_step_that_is_not_what_it_should_be_is_a_failure(

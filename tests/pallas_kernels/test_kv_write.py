@@ -90,7 +90,8 @@ def test_reference_writes_the_same(cache_dtype, rng):
         scale = rng.uniform(0.01, 0.03, (NUM_LAYERS, 3)).astype(np.float32)
         scales = {"k_scale": scale, "v_scale": scale * 2}
     out = kv_write(*data, slots, LAYER, **scales, interpret=True)
-    expected = reference.kv_write(*map(jnp.asarray, data), slots, LAYER, **scales)
+    scales = {name: jnp.asarray(scale) for name, scale in scales.items()}
+    expected = reference.kv_write(*map(jnp.asarray, (*data, slots)), LAYER, **scales)
     for result, right in zip(out, expected, strict=True):
         np.testing.assert_array_equal(exact(result), exact(right))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -121,7 +122,8 @@ def test_every_token_is_worked_on_once(block_q, rng):
     contexts = chunks + rng.integers(0, 50, len(chunks)) * (chunks > 0)
     starts = np.cumsum([0, *chunks], dtype=np.int32)
     num_tokens = int(starts[-1]) + 9
-    work = work_list(starts, contexts.astype(np.int32), num_tokens=num_tokens, block_q=block_q)
+    lens = jnp.asarray(contexts, jnp.int32)
+    work = work_list(jnp.asarray(starts), lens, num_tokens=num_tokens, block_q=block_q)
     seen = {}
     for row, token, count, position in np.asarray(work).tolist():
         assert 0 <= count <= block_q

@@ -1,4 +1,4 @@
-"""The comparison of neighbours, of a server whose engine's tokens are arithmetic."""
+"""The comparison of neighbours, on a server with a fake engine."""
 
 import itertools
 import json

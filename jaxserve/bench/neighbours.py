@@ -25,7 +25,7 @@ from jaxserve.bench.server_process import HOST, ServerProcess
 from jaxserve.errors import JaxserveError
 
 
-def kinds(output_len: int) -> dict[str, Body]:
+def features(output_len: int) -> dict[str, Body]:
     """Returns the features to measure: the extra fields of the one request, by name."""
     numbers = {"type": "array", "items": {"type": "integer"}, "minItems": output_len}
     schema = {"name": "numbers", "schema": numbers}
@@ -73,8 +73,8 @@ class NeighbourFigures:
                 "| the other asks for | times as long between tokens | processor time |",
                 "|---|---|---|",
                 *(
-                    f"| {kind} | {_spread(ratios)} | {_spread(self.cpu_ratios[kind])} |"
-                    for kind, ratios in self.ratios.items()
+                    f"| {feature} | {_spread(ratios)} | {_spread(self.cpu_ratios[feature])} |"
+                    for feature, ratios in self.ratios.items()
                 ),
             ]
         )
@@ -105,22 +105,22 @@ def make_parser() -> argparse.ArgumentParser:
 async def measure(args: argparse.Namespace) -> NeighbourFigures:
     """Starts the server, runs every feature once to warm up, then measures."""
     body = body_maker(args)
-    asked = kinds(args.output_len)
+    wanted = features(args.output_len)
     plain: list[_Cost] = []
-    ratios: dict[str, list[_Cost]] = {kind: [] for kind in asked}
+    ratios: dict[str, list[_Cost]] = {feature: [] for feature in wanted}
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--model", args.model, *args.server_flags]
         with ServerProcess(flags, log=Path(folder, "server.log")) as server:
             await server.until_healthy()
-            for fields in ({}, *asked.values()):
+            for fields in ({}, *wanted.values()):
                 await _run(server, body, fields, args.num_neighbours)
             for _ in range(args.repeats):
                 plain.append(await _run(server, body, {}, args.num_neighbours))
-                for kind, fields in asked.items():
+                for feature, fields in wanted.items():
                     cost = await _run(server, body, fields, args.num_neighbours)
                     plain.append(await _run(server, body, {}, args.num_neighbours))
-                    ratios[kind].append(cost.over(*plain[-2:]))
-                    print(f"{kind}: {ratios[kind][-1]}", file=sys.stderr, flush=True)
+                    ratios[feature].append(cost.over(*plain[-2:]))
+                    print(f"{feature}: {ratios[feature][-1]}", file=sys.stderr, flush=True)
     return NeighbourFigures(
         machine=Machine.this(),
         model=args.model,
@@ -129,8 +129,10 @@ async def measure(args: argparse.Namespace) -> NeighbourFigures:
         input_len=args.input_len,
         output_len=args.output_len,
         plain_ms=statistics.median(cost.seconds for cost in plain) * 1000,
-        ratios={kind: [cost.seconds for cost in costs] for kind, costs in ratios.items()},
-        cpu_ratios={kind: [cost.cpu_seconds for cost in costs] for kind, costs in ratios.items()},
+        ratios={feature: [cost.seconds for cost in costs] for feature, costs in ratios.items()},
+        cpu_ratios={
+            feature: [cost.cpu_seconds for cost in costs] for feature, costs in ratios.items()
+        },
     )
 
 

@@ -43,7 +43,7 @@ class GGUFCheckpoint:
         self.path = path
         self.name = name or served_name(path)
         self._file = GGUFFile(path)
-        with self._understanding():
+        with self._reporting_damage():
             self._read_metadata()
 
     def _read_metadata(self) -> None:
@@ -92,11 +92,11 @@ class GGUFCheckpoint:
 
     def tokenizer(self) -> Tokenizer:
         """Builds the tokenizer that the metadata describes."""
-        with self._understanding():
+        with self._reporting_damage():
             return build_tokenizer(self._file.metadata)
 
     @contextlib.contextmanager
-    def _understanding(self) -> Iterator[None]:
+    def _reporting_damage(self) -> Iterator[None]:
         """Reports errors from malformed metadata, which can hold any type and value."""
         try:
             yield
@@ -109,7 +109,7 @@ class GGUFCheckpoint:
     def _array(self, tensor: GGUFTensor) -> np.ndarray:
         rows = self._file.read(tensor)
         if self._architecture.rotates_pairs and (num_heads := self._rotated_heads(tensor.name)):
-            with self._understanding():
+            with self._reporting_damage():
                 rows = _pairs_to_halves(rows, tensor, num_heads)
         try:
             return dequantize(rows, tensor.type).reshape(tensor.shape)

@@ -1,7 +1,7 @@
-"""jaxserve: serve large language models on JAX.
+"""Serves large language models on JAX.
 
-Only host-side names are exported here, so that the front process can import this package without
-importing jax. The in-process engine is one import further: ``from jaxserve.llm import LLM``.
+Exports only names that need no JAX, because the front process must not import it. For the engine
+inside a Python program: ``from jaxserve.llm import LLM``.
 """
 
 from jaxserve.config import EngineConfig as EngineConfig

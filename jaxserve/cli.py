@@ -1,4 +1,4 @@
-"""Command line flags made from the fields of the config groups, so that each exists once."""
+"""Derives command line flags from the fields of the config groups."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ T = TypeVar("T")
 def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, ...] = ()) -> None:
     """Adds ``--field-name`` for every field of a dataclass made with `config.setting`.
 
-    A boolean becomes ``--x / --no-x``, a Literal has its choices, a tuple takes several values
-    after the flag and after each repetition of it.
+    A boolean becomes ``--x / --no-x``, and a Literal accepts its values. A tuple accepts several
+    values after the flag and can be repeated.
     """
     types_of = typing.get_type_hints(group)
-    section = parser.add_argument_group(f"{(group.__doc__ or '').splitlines()[0]}")
+    heading = (group.__doc__ or "").splitlines()[0].removesuffix(".")
+    section = parser.add_argument_group(heading)
     for field in dataclasses.fields(group):
         if field.name in skip:
             continue
@@ -35,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, 
 
 
 def read_flags(args: argparse.Namespace, group: type[T]) -> T:
-    """The dataclass that the parsed flags describe."""
+    """Builds a dataclass from the parsed flags."""
     values = {}
     for field in dataclasses.fields(group):  # type: ignore
         value = getattr(args, field.name, None)
@@ -52,13 +53,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] =
 
 
 def read_engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The `EngineConfig` that the parsed flags describe."""
+    """Builds the `EngineConfig` from the parsed flags."""
     hints = typing.get_type_hints(EngineConfig)
     return EngineConfig(**{name: read_flags(args, group) for name, group in hints.items()})
 
 
 def _kind(hint: Any) -> dict[str, Any]:
-    """The argparse keywords for a field of this type."""
+    """Returns the argparse keywords for a field of this type."""
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -77,4 +78,6 @@ def _kind(hint: Any) -> dict[str, Any]:
 
 
 def _default_text(default: Any) -> str:
-    return "" if default is None or default == () else f" (default: {default})".replace("%", "%%")
+    if default in (None, (), ""):
+        return ""
+    return f" (default: {default})".replace("%", "%%")

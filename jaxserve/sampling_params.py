@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen and when it ends, validated once at the door."""
+"""The sampling parameters of a request. Construction validates them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 256
 ALL_LOGPROBS = -1
-"""Log probabilities of the whole vocabulary."""
+"""The count that asks for log probabilities of the whole vocabulary."""
 MAX_LOGIT_BIAS = 2**18
 MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
 MAX_GRAMMAR_CHARS = 2**18
 BIAS_LIMIT = 100.0
-"""A bias beyond this acts like this, as with the OpenAI API."""
+"""Larger biases act like this one, as in the OpenAI API."""
 INT64 = (-(2**63), 2**63 - 1)
 
 
@@ -53,53 +53,49 @@ class Grammar(msgspec.Struct, frozen=True):
     structural_tag: str = ""
 
     def __post_init__(self) -> None:
-        _require(
-            len(self.spec) <= MAX_GRAMMAR_CHARS,
-            "grammar",
-            f"at most {MAX_GRAMMAR_CHARS} characters",
-            len(self.spec),
-        )
+        _require_at_most("grammar", len(self.spec), MAX_GRAMMAR_CHARS, "characters")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of a request, with the names and defaults of the OpenAI API and of vLLM.
 
-    Construction validates every field that can be judged without the model; ids are checked
-    against the vocabulary by `check_token_ids`.
+    Construction validates all fields as far as possible without the model; `check_token_ids` checks
+    token IDs against its vocabulary.
 
     Attributes:
-      n: number of independent answers, 1 to 128. The engine runs each one as a request of its own.
+      n: number of independent choices, 1 to 128. The engine runs each as a separate request.
       temperature: >= 0. Below 1e-5 the most likely token is taken.
-      top_p: in (0, 1]. Keep the smallest set of tokens whose probability reaches this.
+      top_p: in (0, 1]. Keep the smallest set of tokens whose total probability reaches this.
       top_k: 0 or -1 for off, else >= 1. Keep this many of the most likely tokens.
       min_p: in [0, 1]. Keep tokens at least this likely relative to the most likely one.
-      seed: int64, or None to draw one. The answer is a function of prompt, parameters and seed,
+      seed: int64, or None for a random one. Prompt, parameters and seed determine the completion,
         whatever else is in the batch.
       max_tokens: >= 1, or None for the rest of the context.
-      min_tokens: >= 0. End tokens and stop ids are not sampled before this many tokens.
-      stop: texts that end the answer.
-      stop_token_ids: tokens that end the answer.
-      ignore_eos: go on after the model's own end tokens.
+      min_tokens: >= 0. End tokens and stop token IDs are not sampled before this many tokens.
+      stop: stop strings, which end the completion.
+      stop_token_ids: tokens that end the completion.
+      ignore_eos: continue after the model's own end tokens.
       presence_penalty, frequency_penalty: in [-2, 2], over the generated tokens.
       repetition_penalty: > 0, over prompt and generated tokens; 1 is off.
-      logprobs: return the log probability of each sampled token and of this many of the most
-        likely ones, -1 for all; or None for off. How many there may be is for the engine to say.
+      logprobs: return the log probability of each sampled token and of this many most likely ones;
+        -1 for all tokens, None for off. `within_logprobs` checks the limit of the server.
       prompt_logprobs: the same for each token of the prompt but the first, or None for off.
-      logit_bias: token ids to what is added to their logits; values beyond +-100 act like +-100.
+      logit_bias: token ID -> value to add to its logit; values beyond +-100 act like +-100.
       allowed_token_ids: the only tokens to sample, or None for all. Cannot be combined with a
         grammar.
-      bad_words_token_ids: token sequences that must not come up in the answer: the last token of
-        one is not sampled after the others.
-      grammar: what the text must look like, or None. It decides where the answer may end, and
-        comes before ``min_tokens`` and ``bad_words_token_ids``.
-      pooling: generate nothing, but return one vector for the prompt: the final hidden state of its
+      bad_words_token_ids: token sequences that the completion must not contain: the last token of a
+        sequence is never sampled after the others.
+      grammar: a constraint on the text, or None. It decides where the completion may end, and has
+        precedence over ``min_tokens`` and ``bad_words_token_ids``.
+      pooling: generate nothing and return one vector for the prompt: the final hidden state of its
         last token, or the mean over all its tokens. None to generate.
-      detokenize: make text of the answer; without it there are token ids only, and no stop strings.
+      detokenize: convert tokens to text. If false, only token IDs are returned, and stop strings
+        are not allowed.
       skip_special_tokens: leave special tokens out of the text.
-      include_stop_str_in_output: keep the stop string that ended the answer.
+      include_stop_str_in_output: keep the stop string at the end of the text.
 
     Raises:
-      InvalidRequestError: a field is out of its range; ``param`` names it.
+      InvalidRequestError: a field is out of range; ``param`` names it.
     """
 
     n: int = 1
@@ -129,105 +125,74 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         _require_range("n", self.n, 1, MAX_N)
+        self._check_sampling()
+        self._check_lengths()
+        self._check_penalties()
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            ok = count is None or ALL_LOGPROBS <= count <= INT64[1]
+            _require(ok, name, f"at least 0, or {ALL_LOGPROBS} for all tokens", count)
+        self._check_tokens()
+        self._check_stops()
+
+    def _check_sampling(self) -> None:
         _require_range("temperature", self.temperature, 0, math.inf)
         _require(0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1", self.top_p)
-        _require(
-            -1 <= self.top_k <= INT64[1],
-            "top_k",
-            f"-1 or 0 (off) or between 1 and {INT64[1]}",
-            self.top_k,
-        )
+        ok = -1 <= self.top_k <= INT64[1]
+        _require(ok, "top_k", f"-1 or 0 (off) or between 1 and {INT64[1]}", self.top_k)
         _require_range("min_p", self.min_p, 0, 1)
         if self.seed is not None:
             _require_range("seed", self.seed, *INT64)
-        if self.max_tokens is not None:
-            _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
-            _require(
-                self.max_tokens <= INT64[1], "max_tokens", f"at most {INT64[1]}", self.max_tokens
-            )
-            _require(
-                self.min_tokens <= self.max_tokens,
-                "min_tokens",
-                f"at most max_tokens ({self.max_tokens})",
-                self.min_tokens,
-            )
-        _require(
-            0 <= self.min_tokens <= INT64[1],
-            "min_tokens",
-            f"between 0 and {INT64[1]}",
-            self.min_tokens,
-        )
+
+    def _check_lengths(self) -> None:
+        most, least = self.max_tokens, self.min_tokens
+        if most is not None:
+            _require(most >= 1, "max_tokens", "at least 1", most)
+            _require(most <= INT64[1], "max_tokens", f"at most {INT64[1]}", most)
+            _require(least <= most, "min_tokens", f"at most max_tokens ({most})", least)
+        _require_range("min_tokens", least, 0, INT64[1])
+
+    def _check_penalties(self) -> None:
         _require_range("presence_penalty", self.presence_penalty, -2, 2)
         _require_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        finite = math.isfinite(self.repetition_penalty)
-        _require(
-            finite and self.repetition_penalty > 0,
-            "repetition_penalty",
-            "a finite number greater than 0",
-            self.repetition_penalty,
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            _require(
-                count is None or ALL_LOGPROBS <= count <= INT64[1],
-                name,
-                f"at least 0, or {ALL_LOGPROBS} for all tokens",
-                count,
-            )
-        self._check_tokens()
-        _require(
-            len(self.stop) <= MAX_STOP_STRINGS,
-            "stop",
-            f"at most {MAX_STOP_STRINGS} texts",
-            len(self.stop),
-        )
-        _require(all(self.stop), "stop", "texts that are not empty", "")
-        has_text = self.detokenize or not self.stop
-        _require(has_text, "stop", "empty where detokenize is false", list(self.stop))
-        _require(
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            "stop_token_ids",
-            f"at most {MAX_STOP_TOKEN_IDS} ids",
-            len(self.stop_token_ids),
-        )
+        penalty = self.repetition_penalty
+        ok = math.isfinite(penalty) and penalty > 0
+        _require(ok, "repetition_penalty", "a finite number greater than 0", penalty)
 
     def _check_tokens(self) -> None:
-        """Sizes and values of the fields that name tokens."""
         bias = self.logit_bias or {}
-        _require(
-            len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} ids", len(bias)
-        )
+        _require_at_most("logit_bias", len(bias), MAX_LOGIT_BIAS, "token IDs")
         for value in bias.values():
             _require(math.isfinite(value), "logit_bias", "finite numbers", value)
         allowed = self.allowed_token_ids
         if allowed is not None:
-            _require(
-                0 < len(allowed) <= MAX_ALLOWED_TOKEN_IDS,
-                "allowed_token_ids",
-                f"1 to {MAX_ALLOWED_TOKEN_IDS} ids",
-                len(allowed),
-            )
+            ok = 0 < len(allowed) <= MAX_ALLOWED_TOKEN_IDS
+            expected = f"1 to {MAX_ALLOWED_TOKEN_IDS} token IDs"
+            _require(ok, "allowed_token_ids", expected, len(allowed))
             if self.grammar is not None:
                 raise InvalidRequestError(
-                    "allowed_token_ids cannot be combined with a grammar, which says itself what "
-                    "is allowed",
+                    "allowed_token_ids cannot be combined with a grammar, which determines the "
+                    "allowed tokens itself",
                     param="allowed_token_ids",
                 )
         words = self.bad_words_token_ids
-        _require(
-            len(words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words", len(words)
-        )
+        _require_at_most("bad_words", len(words), MAX_BAD_WORDS, "words")
         for word in words:
-            _require(
-                0 < len(word) <= MAX_BAD_WORD_TOKENS,
-                "bad_words",
-                f"words of 1 to {MAX_BAD_WORD_TOKENS} tokens",
-                len(word),
-            )
+            ok = 0 < len(word) <= MAX_BAD_WORD_TOKENS
+            expected = f"words of 1 to {MAX_BAD_WORD_TOKENS} tokens"
+            _require(ok, "bad_words", expected, len(word))
+
+    def _check_stops(self) -> None:
+        _require_at_most("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
+        _require(all(self.stop), "stop", "strings that are not empty", "")
+        ok = self.detokenize or not self.stop
+        _require(ok, "stop", "empty if detokenize is false", list(self.stop))
+        num_ids = len(self.stop_token_ids)
+        _require_at_most("stop_token_ids", num_ids, MAX_STOP_TOKEN_IDS, "token IDs")
 
     @property
     def most_tokens(self) -> int | None:
-        """How long the answer may be; None: as long as there is room, 0: there is none."""
+        """Upper bound on generated tokens; None: limited by the context; 0: a pooling request."""
         return self.max_tokens if self.pooling is None else 0
 
     @property
@@ -237,7 +202,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """Whether any penalty makes earlier tokens change the logits."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -262,10 +227,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return msgspec.structs.replace(self, repetition_penalty=penalty, **filters)
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raises InvalidRequestError if an id is not in ``[0, vocab_size)``.
+        """Raises InvalidRequestError unless all token IDs are in ``[0, vocab_size)``.
 
-        ``vocab_size`` is the width of the logits. In jax an id outside it wraps, clamps or is
-        dropped in silence, so it must not get past the front.
+        ``vocab_size`` is the width of the logits. JAX silently wraps, clamps or drops an index
+        outside of it, so the front must refuse such IDs.
         """
         check_ids(self.stop_token_ids, vocab_size, param="stop_token_ids")
         check_ids(tuple(self.logit_bias or ()), vocab_size, param="logit_bias")
@@ -274,10 +239,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_ids(word, vocab_size, param="bad_words")
 
     def within_logprobs(self, max_logprobs: int, vocab_size: int) -> SamplingParams:
-        """The same, with counts of log probabilities that are in ``[0, vocab_size]``.
+        """Returns a copy whose counts of log probabilities are in ``[0, vocab_size]``.
 
         Raises:
-          InvalidRequestError: more than ``max_logprobs`` are asked for.
+          InvalidRequestError: a count is above ``max_logprobs``.
         """
         counts = {}
         for name in ("logprobs", "prompt_logprobs"):
@@ -288,9 +253,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def logprobs_within(count: int, max_logprobs: int, vocab_size: int, *, param: str) -> int:
-    """The number of log probabilities that is meant, in ``[0, vocab_size]``.
+    """Resolves a count of log probabilities, which may be -1 for all, to ``[0, vocab_size]``.
 
-    Raises InvalidRequestError, naming ``param``, if it is not one in ``[0, max_logprobs]``.
+    Raises:
+      InvalidRequestError: the count, for field ``param``, is not in ``[0, max_logprobs]``.
     """
     wanted = vocab_size if count == ALL_LOGPROBS else count
     expected = f"between 0 and {max_logprobs} (--max-logprobs of this server)"
@@ -299,11 +265,11 @@ def logprobs_within(count: int, max_logprobs: int, vocab_size: int, *, param: st
 
 
 def check_ids(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) -> None:
-    """Raises InvalidRequestError, naming ``param``, if an id is not in ``[0, vocab_size)``."""
+    """Raises InvalidRequestError for field ``param`` unless all IDs are in ``[0, vocab_size)``."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = [i for i in ids if not 0 <= i < vocab_size][:5]
         raise InvalidRequestError(
-            f"{param}: token ids {bad} are out of vocabulary; expected ids from 0 to "
+            f"{param}: token IDs {bad} are out of vocabulary; expected IDs from 0 to "
             f"{vocab_size - 1}",
             param=param,
         )
@@ -314,8 +280,12 @@ def _require(ok: bool, param: str, expected: str, got: object) -> None:
         raise InvalidRequestError(f"{param} must be {expected}, got {got!r}", param=param)
 
 
+def _require_at_most(param: str, count: int, most: int, unit: str) -> None:
+    _require(count <= most, param, f"at most {most} {unit}", count)
+
+
 def _require_range(param: str, value: float, low: float, high: float) -> None:
-    # A comparison with NaN is false, so NaN is refused here too. Infinity is never a number.
+    # Comparisons with NaN are false, so NaN is refused, too. Infinity is never allowed.
     ok = low <= value <= high and math.isfinite(value)
     expected = f"at least {low}" if high == math.inf else f"between {low} and {high}"
     _require(ok, param, expected, value)

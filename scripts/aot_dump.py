@@ -134,8 +134,8 @@ def resources(code: Path, ptxas: str) -> tuple[int, int]:
 def find_ptxas() -> str | None:
     """Returns the assembler of the toolkit or of the wheel nvidia-cuda-nvcc, if installed."""
     wheels = [str(Path(p) / "nvidia/cu13/bin") for p in sys.path]
-    places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", *wheels])
-    return shutil.which("ptxas", path=places)
+    folders = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", *wheels])
+    return shutil.which("ptxas", path=folders)
 
 
 def read_launches(listing: Path) -> Launches:

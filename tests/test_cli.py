@@ -1,4 +1,4 @@
-"""Flags are made from the fields of the config groups."""
+"""Flags are derived from the fields of the config groups."""
 
 import argparse
 import dataclasses
@@ -30,7 +30,7 @@ def test_every_field_of_every_group_has_a_flag_and_a_help_text() -> None:
             assert "--" + field.name.replace("_", "-") in text
             assert field.metadata["help"]
             names.append(field.name)
-    # A name in two groups would be one flag for two things.
+    # A name in two groups would give one flag two meanings.
     assert len(names) == len(set(names))
 
 
@@ -75,7 +75,7 @@ def test_a_group_of_ones_own() -> None:
     parser = argparse.ArgumentParser()
     cli.add_flags(parser, Letters)
     text = parser.format_help()
-    assert "A group for the test." in text
+    assert "A group for the test:" in text
     assert "second paragraph" not in text
     assert "(default: 50%)" in text
     args = parser.parse_args(["--names", "a", "b", "--limit", "3"])

@@ -1,4 +1,4 @@
-"""What can be judged without the model is judged at construction, with the field at fault."""
+"""Construction checks all that needs no model, and errors name the field at fault."""
 
 import math
 

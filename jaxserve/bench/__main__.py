@@ -1,8 +1,8 @@
-"""The program: starts the server, measures, prints a table.
+"""Starts the server, measures start-up, throughput and memory, and prints a table.
 
 scripts/bench [--model M] [--num-requests N] [--output FILE] [-- SERVER_FLAG...]
-scripts/bench front ...         what a streamed token costs the front process; see its --help
-scripts/bench neighbours ...    what one request costs those beside it; see its --help
+scripts/bench front ...         cost of a streamed token in the front process; see its --help
+scripts/bench neighbours ...    cost of one request to concurrent requests; see its --help
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import front, load, neighbours
+from jaxserve.bench import front, neighbours
 from jaxserve.bench.figures import Figures, LoadFigures, Machine
 from jaxserve.bench.http import Timing, stream_completion
-from jaxserve.bench.program import base_parser, run
+from jaxserve.bench.program import add_load_flags, base_parser, body_maker, run
 from jaxserve.bench.server_process import HOST, ServerProcess
 
 FIRST_ANSWER_LEN = 8
-"""Tokens of the answer that a start is timed to."""
+"""Tokens of the completion that ends the timing of a start."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,22 +36,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of this program."""
+    """Builds the parser of the flags."""
     parser = base_parser("scripts/bench", __doc__)
-    parser.add_argument("--num-requests", type=int, default=64, help="(default: 64)")
-    parser.add_argument("--idle-seconds", type=float, default=5.0, help="(default: 5)")
+    parser.add_argument(
+        "--num-requests", type=int, default=64, help="concurrent requests (default: 64)"
+    )
+    parser.add_argument(
+        "--idle-seconds",
+        type=float,
+        default=5.0,
+        help="seconds over which to measure idle processor use (default: 5)",
+    )
     parser.add_argument(
         "--skip-cold-start",
         action="store_true",
         help="start only once, with the usual cache of compiled programs",
     )
-    load.add_flags(parser, input_len=128, output_len=128)
+    add_load_flags(parser, input_len=128, output_len=128)
     return parser
 
 
 async def measure(args: argparse.Namespace) -> Figures:
-    """Starts the server, sends requests, and returns what came of it."""
-    body = load.body_maker(args)
+    """Starts the server, sends requests, and returns the figures."""
+    body = body_maker(args)
     short = {"max_tokens": FIRST_ANSWER_LEN}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "server.log")
@@ -61,10 +68,10 @@ async def measure(args: argparse.Namespace) -> Figures:
             flags += ["--compilation-cache-dir", f"{folder}/compiled"]
             with ServerProcess(flags, log=log) as server:
                 cold_start_s = await _first_answer(server, body() | short)
-                _say(f"first answer after {cold_start_s:.1f} s, nothing compiled before")
+                _say(f"first completion after {cold_start_s:.1f} s with an empty compilation cache")
         with ServerProcess(flags, log=log) as server:
             warm_start_s = await _first_answer(server, body() | short)
-            _say(f"first answer after {warm_start_s:.1f} s, compiled before")
+            _say(f"first completion after {warm_start_s:.1f} s with a filled compilation cache")
             alone = LoadFigures.of([await stream_completion(HOST, server.port, body())])
             _say(f"one request: {alone.output_tokens_per_s:.1f} output tokens/s")
             together = LoadFigures.of(
@@ -92,7 +99,7 @@ async def measure(args: argparse.Namespace) -> Figures:
 
 
 async def _first_answer(server: ServerProcess, body: dict) -> float:
-    """Seconds from the start of the command to the end of an answer."""
+    """Returns the seconds from the start of the command to the end of a first completion."""
     await server.until_healthy()
     timing = await stream_completion(HOST, server.port, body)
     return timing.last_s - server.began_s
@@ -103,8 +110,8 @@ async def _at_once(server: ServerProcess, bodies: list[dict]) -> list[Timing]:
 
 
 async def _idle_cpu(server: ServerProcess, seconds: float) -> float:
-    """Part of one core that the processes use when there is nothing to do."""
-    await asyncio.sleep(1)  # what the last requests left behind
+    """Returns the share of one core that the processes use without any request."""
+    await asyncio.sleep(1)  # work that the last requests left behind
     before, began_s = server.cpu_seconds(), time.monotonic()
     await asyncio.sleep(seconds)
     return (server.cpu_seconds() - before) / (time.monotonic() - began_s)

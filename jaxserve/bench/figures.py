@@ -1,4 +1,4 @@
-"""What was measured: the figures, how they follow from the timings, and a table of them."""
+"""The figures of a benchmark, their computation from timings, and a table of them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from jaxserve.bench.http import Timing
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """Of requests sent at the same time.
+    """Figures of requests that were sent at the same time.
 
     Attributes:
-      num_requests, num_prompt_tokens, num_output_tokens: of all.
+      num_requests, num_prompt_tokens, num_output_tokens: totals over all requests.
       seconds: from sending to the last token.
-      output_tokens_per_s: over all of that time, prefill included.
-      steady_tokens_per_s: while every request was being answered: from the first token of the last
-        one to the last token of the first one; None if there was no such time.
-      ttft_median_s, ttft_max_s: from sending to the first token.
+      output_tokens_per_s: output tokens over ``seconds``, so prefill counts.
+      steady_tokens_per_s: the rate while all requests decode: from the first token of the last
+        request to begin, to the last token of the first to end; None if they never overlap.
+      ttft_median_s, ttft_max_s: seconds from sending to the first token.
     """
 
     num_requests: int
@@ -39,7 +39,7 @@ class LoadFigures:
 
     @classmethod
     def of(cls, timings: Sequence[Timing]) -> LoadFigures:
-        """From the timings of the requests."""
+        """Computes the figures from the timings of the requests."""
         began_s = min(t.sent_s for t in timings)
         seconds = max(t.last_s for t in timings) - began_s
         num_output_tokens = sum(t.num_tokens for t in timings)
@@ -67,7 +67,7 @@ def _steady_rate(timings: Sequence[Timing]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where, with what and when it was measured."""
+    """The machine, the versions and the date of a measurement."""
 
     processor: str
     num_cores: int
@@ -85,7 +85,7 @@ class Machine:
 
     @classmethod
     def this(cls) -> Machine:
-        """This one, now."""
+        """Describes this machine, with today's date."""
         packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
         return cls(
             processor=_processor(),
@@ -106,10 +106,11 @@ def _processor() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Everything that one run of the benchmark measures.
+    """The figures of one run of the benchmark.
 
-    ``cold_start_s`` and ``warm_start_s`` are from starting the command to the end of a first short
-    answer, with an empty and with a filled cache of compiled programs.
+    ``cold_start_s`` and ``warm_start_s`` are the seconds from starting the command to the end of a
+    first short completion, with an empty and with a filled compilation cache. ``idle_cpu`` is a
+    share of one core.
     """
 
     machine: Machine
@@ -126,7 +127,7 @@ class Figures:
     idle_cpu: float
 
     def table(self) -> str:
-        """A table in Markdown."""
+        """Formats the figures as a Markdown table."""
         alone, together = self.alone, self.together
         flags = f" with {' '.join(self.server_flags)}" if self.server_flags else ""
         rows = [
@@ -145,7 +146,7 @@ class Figures:
             ),
             ("peak memory, front", _mib(self.front_peak_bytes)),
             ("peak memory, engines", _mib(self.engine_peak_bytes)),
-            ("idle, part of one core", f"{self.idle_cpu:.1%}"),
+            ("idle, share of one core", f"{self.idle_cpu:.1%}"),
         ]
         return "\n".join(
             [

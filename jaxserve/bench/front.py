@@ -1,10 +1,10 @@
-"""What a streamed token costs the front process.
+"""Measures the cost of a streamed token in the front process.
 
     scripts/bench front [--model M] [--streams N] [--seconds S] [--output FILE]
 
-The engine is a stand-in without a model, which repeats the prompt to every stream at a given pace.
-All else is real: the server, its HTTP, the tokenizer. Each stream is a connection, which is read
-and counted here, and closed when the time is up.
+A fake engine without a model repeats the prompt to every stream at a given pace. Server, HTTP and
+tokenizer are real. Each stream is one connection; this program counts its events and closes it when
+the time is up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxserve.bench.program import base_parser, run
 from jaxserve.bench.server_process import HOST, ServerProcess
 
 PACES = (40, 160)
-"""Tokens a second for each stream, as the factories ``at_*`` of `testing.echo_engine` have it."""
+"""Tokens per second of each stream; for each, `testing.echo_engine` has a factory ``at_*``."""
 
 TEXT = (
     "The lighthouse had been dark for eleven years when Ana bought it from the harbour office. "
@@ -39,37 +39,37 @@ TEXT = (
     "slowed down to look. One of them sent a letter: “Your light is two degrees off,” it said, "
     "“but please do not change it; my clock goes by it, and so do my daughter’s piano lessons.”\n\n"
 )
-"""What is repeated."""
+"""The prompt, which the engine repeats."""
 
 BODIES = {
     "completions": ("/v1/completions", {"prompt": TEXT}),
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
 }
-"""Endpoint -> path and the part of the body that asks for it."""
+"""The path and the prompt field of the body, by endpoint."""
 
 BLOCK_SIZE = 256
 
 PROMPT_ROOM = 1024
-"""Tokens that are enough for the text in a chat template."""
+"""Upper bound on the tokens of `TEXT` in a chat template."""
 
 SETTLE_S = 1.0
-"""How long all streams run before anything is counted."""
+"""Seconds that all streams run before counting begins."""
 
 MAX_START_S = 30.0
-"""How long it may take until all streams run."""
+"""Seconds within which all streams must begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontFigures:
-    """Of a time in which all streams were open.
+    """Figures for a period in which all streams were open.
 
     Attributes:
       endpoint: a key of `BODIES`.
-      pace: tokens a second that the engine made for each stream.
-      tokens_per_s: of all streams, as the front counted.
-      events_per_token: less than 1 where tokens were sent together.
-      cpu_us_per_token: processor time of the front process, all of its threads.
-      front_cpu, client_cpu: part of one core that the front, and this program, used.
+      pace: tokens per second that the engine generated for each stream.
+      tokens_per_s: tokens per second of all streams, as counted by the front.
+      events_per_token: SSE events per token; below 1 if events carried several tokens.
+      cpu_us_per_token: processor time of the front process (all threads) in microseconds.
+      front_cpu, client_cpu: share of one core that the front and this program used.
     """
 
     endpoint: str
@@ -83,7 +83,7 @@ class FrontFigures:
 
 @dataclass(frozen=True, slots=True)
 class FrontReport:
-    """What was measured, on which machine, with the tokenizer of which model."""
+    """The figures of all runs, with the machine and the model whose tokenizer was used."""
 
     machine: Machine
     model: str
@@ -91,13 +91,13 @@ class FrontReport:
     figures: list[FrontFigures]
 
     def table(self) -> str:
-        """A table in Markdown."""
+        """Formats the figures as a Markdown table."""
         return "\n".join(
             [
                 str(self.machine),
                 f"{self.model}: {self.num_streams} streams",
                 "",
-                "| | tokens/s | events a token | CPU a token | front, part of one core |",
+                "| | tokens/s | events per token | CPU per token | front, share of one core |",
                 "|---|---|---|---|---|",
                 *map(_line, self.figures),
             ]
@@ -110,24 +110,28 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of this program."""
+    """Builds the parser of the flags."""
     parser = base_parser("scripts/bench front", __doc__)
-    parser.add_argument("--streams", type=int, default=256, help="(default: 256)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each figure (default: 5)")
+    parser.add_argument(
+        "--streams", type=int, default=256, help="concurrent streams (default: 256)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="seconds to measure each figure (default: 5)"
+    )
     return parser
 
 
 def measure_all(args: argparse.Namespace) -> FrontReport:
-    """What the program measures."""
+    """Measures with the parsed flags."""
     figures = measure(args.model, num_streams=args.streams, seconds=args.seconds)
     return FrontReport(Machine.this(), args.model, args.streams, figures)
 
 
 def measure(model: str, *, num_streams: int, seconds: float) -> list[FrontFigures]:
-    """Starts a server for each pace, and measures every endpoint."""
+    """Starts a server for each pace and measures every endpoint of it."""
     figures = []
     for pace in PACES:
-        length = round(pace * (MAX_START_S + SETTLE_S + seconds + 1))  # which is never reached
+        length = round(pace * (MAX_START_S + SETTLE_S + seconds + 1))  # never reached
         flags = ["--model", model, *_engine_flags(pace, num_streams, length + PROMPT_ROOM)]
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -142,7 +146,7 @@ def measure(model: str, *, num_streams: int, seconds: float) -> list[FrontFigure
 
 
 def _engine_flags(pace: int, num_streams: int, length: int) -> list[str]:
-    """The flags of a server whose streams can all be so long at the same time."""
+    """Returns flags for a server that can run all streams to this length at the same time."""
     num_blocks = 1 + num_streams * -(-length // BLOCK_SIZE)
     flags = {
         "engine-factory": f"jaxserve.testing.echo_engine:at_{pace}",
@@ -153,7 +157,7 @@ def _engine_flags(pace: int, num_streams: int, length: int) -> list[str]:
         "num-blocks": num_blocks,
         "max-queue": num_streams,
     }
-    return [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+    return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
 
 
 def _watch(server: ServerProcess, streams: Streams, pace: int, seconds: float) -> FrontFigures:
@@ -189,11 +193,11 @@ def _tokens_so_far(port: int) -> float:
 
 
 class Streams:
-    """Open streams, whose events are counted as they are read.
+    """Open streams. Counts their events while reading.
 
     Attributes:
       endpoint: a key of `BODIES`.
-      num_events: so far, of all streams.
+      num_events: events of all streams so far.
     """
 
     def __init__(self, port: int, endpoint: str, num_streams: int, length: int) -> None:
@@ -222,10 +226,14 @@ class Streams:
         self._selector.close()
 
     def read(self, *, seconds: float = MAX_START_S, until_all_began: bool = False) -> None:
-        """Reads what comes in the next ``seconds``.
+        """Reads all streams for some seconds.
+
+        Args:
+          seconds: how long to read.
+          until_all_began: return as soon as every stream has begun.
 
         Raises:
-          ConnectionError: a stream has ended, or not all have begun.
+          ConnectionError: a stream has ended, or with ``until_all_began`` some have not begun.
         """
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
@@ -243,7 +251,7 @@ class Streams:
         if not stream.has_begun and b"data: " in data:
             stream.has_begun = True
             self._not_begun -= 1
-        # An event ends with an empty line, whose two bytes may come one by one.
+        # An event ends with two newlines, which may arrive in two reads.
         self.num_events += data.count(b"\n\n") + (stream.last == b"\n" and data[:1] == b"\n")
         stream.last = data[-1:]
 
@@ -257,6 +265,6 @@ class _Stream:
 
 def _line(f: FrontFigures) -> str:
     return (
-        f"| {f.endpoint}, {f.pace} tokens/s a stream | {f.tokens_per_s:.0f} | "
+        f"| {f.endpoint}, {f.pace} tokens/s per stream | {f.tokens_per_s:.0f} | "
         f"{f.events_per_token:.2f} | {f.cpu_us_per_token:.1f} µs | {f.front_cpu:.0%} |"
     )

@@ -1,4 +1,4 @@
-"""As much of an HTTP client as a load generator needs, and no more work than it needs."""
+"""A minimal HTTP client for load generators, which costs little processor time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RequestRefusedError(JaxserveError):
 
 @dataclass(slots=True)
 class Timing:
-    """When the tokens of one answer arrived.
+    """The arrival times of the tokens of one completion, by `time.monotonic`.
 
     Attributes:
-      sent_s: when the request was sent, `time.monotonic`.
-      arrivals: (time, tokens so far) for each event that brought tokens.
-      num_prompt_tokens: as the server counted.
+      sent_s: time at which the request was sent.
+      arrivals: (time, tokens so far) for each event with new tokens.
+      num_prompt_tokens: prompt tokens as counted by the server.
     """
 
     sent_s: float
@@ -33,26 +33,26 @@ class Timing:
 
     @property
     def first_s(self) -> float:
-        """When the first token came."""
+        """The time of the first token."""
         return self.arrivals[0][0]
 
     @property
     def last_s(self) -> float:
-        """When the last token came."""
+        """The time of the last token."""
         return self.arrivals[-1][0]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer."""
+        """The number of tokens of the completion."""
         return self.arrivals[-1][1]
 
     def tokens_at(self, time_s: float) -> int:
-        """How many had come by then."""
+        """Returns the number of tokens that had arrived by a time."""
         return max((count for when, count in self.arrivals if when <= time_s), default=0)
 
 
 async def get_status(host: str, port: int, path: str) -> int | None:
-    """The status of a GET, or None if nobody listens."""
+    """Returns the status of a GET request, or None if the port cannot be reached."""
     try:
         async with _connection(host, port) as (reader, writer):
             writer.write(
@@ -64,10 +64,10 @@ async def get_status(host: str, port: int, path: str) -> int | None:
 
 
 async def stream_completion(host: str, port: int, body: Mapping[str, Any]) -> Timing:
-    """Sends a body to /v1/completions, streaming, and notes when its tokens come.
+    """Streams a body from /v1/completions and records when its tokens arrive.
 
     Raises:
-      RequestRefusedError: it was not answered, or broke off.
+      RequestRefusedError: the server answered with an error, or the stream ended early.
     """
     options = {"include_usage": True, "continuous_usage_stats": True}
     data = json.dumps({**body, "stream": True, "stream_options": options}).encode()
@@ -82,7 +82,7 @@ async def stream_completion(host: str, port: int, body: Mapping[str, Any]) -> Ti
         if status != 200:
             rest = (await reader.read(4096)).decode(errors="replace")
             raise RequestRefusedError(f"status {status}: {rest}")
-        # Lines that are not events are headers and the sizes of the chunks.
+        # All lines but events are headers and chunk sizes.
         while line := await reader.readline():
             if not line.startswith(b"data: "):
                 continue

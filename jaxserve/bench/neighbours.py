@@ -1,10 +1,10 @@
-"""What one request that asks for more than its tokens costs the requests that run beside it.
+"""Measures how much one request with special features slows down concurrent plain requests.
 
     scripts/bench neighbours [--model M] [--repeats N] [--output FILE] [-- SERVER_FLAG...]
 
-Plain greedy requests run together with one more request, which is plain too or of another kind.
-Runs alternate (plain, a kind, plain, the next kind...), and each is compared with the plain ones
-right before and after it, so that a machine that gets slower or faster on the way does not count.
+Plain greedy requests (the neighbours) run together with one more request, which is plain or has a
+feature such as a JSON schema. Runs alternate (plain, feature, plain, next feature, ...). Each is
+compared with the plain runs right before and after it, to cancel any drift of the machine.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxserve.bench import load
 from jaxserve.bench.figures import Machine
 from jaxserve.bench.http import Timing, stream_completion
-from jaxserve.bench.load import Body
-from jaxserve.bench.program import base_parser, run
+from jaxserve.bench.program import Body, add_load_flags, base_parser, body_maker, run
 from jaxserve.bench.server_process import HOST, ServerProcess
 from jaxserve.errors import JaxserveError
 
 
-def kinds(output_len: int) -> dict[str, Body]:
-    """What the one more request asks for, by the name of its kind."""
+def features(output_len: int) -> dict[str, Body]:
+    """Returns the features to measure: the extra fields of the one request, by name."""
     numbers = {"type": "array", "items": {"type": "integer"}, "minItems": output_len}
     schema = {"name": "numbers", "schema": numbers}
     return {
@@ -42,14 +40,14 @@ def kinds(output_len: int) -> dict[str, Body]:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourFigures:
-    """The time between two tokens of the neighbours.
+    """The time between two tokens of the neighbours, relative to plain runs.
 
     Attributes:
-      plain_ms: beside a plain request, the median over the runs.
-      ratios: for each kind, one a repeat: the time beside such a request over that beside plain
-        ones.
-      cpu_ratios: likewise the processor time of all processes for the whole run, which says the
-        same, but for waiting, where other programs run on the machine too.
+      plain_ms: time between tokens next to a plain request: the median over all plain runs.
+      ratios: for each feature and repeat, the time between tokens next to a request with it,
+        divided by the time in plain runs.
+      cpu_ratios: the same ratio for the processor time of all processes in the whole run. Other
+        programs on the machine disturb it less.
     """
 
     machine: Machine
@@ -63,20 +61,20 @@ class NeighbourFigures:
     cpu_ratios: dict[str, list[float]]
 
     def table(self) -> str:
-        """A table in Markdown."""
+        """Formats the figures as a Markdown table."""
         flags = f" with {' '.join(self.server_flags)}" if self.server_flags else ""
         return "\n".join(
             [
                 str(self.machine),
-                f"{self.model}{flags}: {self.num_neighbours} greedy requests and one more, "
+                f"{self.model}{flags}: {self.num_neighbours} plain greedy requests and one more, "
                 f"{self.input_len} tokens in, {self.output_len} out; {self.plain_ms:.1f} ms "
-                "between the tokens of the former if the latter is plain",
+                "between the tokens of the plain requests if the other is plain, too",
                 "",
-                "| the one more asks for | times as long between tokens | processor time |",
+                "| the other asks for | times as long between tokens | processor time |",
                 "|---|---|---|",
                 *(
-                    f"| {kind} | {_spread(ratios)} | {_spread(self.cpu_ratios[kind])} |"
-                    for kind, ratios in self.ratios.items()
+                    f"| {feature} | {_spread(ratios)} | {_spread(self.cpu_ratios[feature])} |"
+                    for feature, ratios in self.ratios.items()
                 ),
             ]
         )
@@ -92,33 +90,37 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of this program."""
+    """Builds the parser of the flags."""
     parser = base_parser("scripts/bench neighbours", __doc__)
-    parser.add_argument("--num-neighbours", type=int, default=15, help="(default: 15)")
-    parser.add_argument("--repeats", type=int, default=3, help="(default: 3)")
-    load.add_flags(parser, input_len=32, output_len=128)
+    parser.add_argument(
+        "--num-neighbours", type=int, default=15, help="concurrent plain requests (default: 15)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="runs with each feature (default: 3)"
+    )
+    add_load_flags(parser, input_len=32, output_len=128)
     return parser
 
 
 async def measure(args: argparse.Namespace) -> NeighbourFigures:
-    """Starts the server, runs every kind once to warm up, then compares."""
-    body = load.body_maker(args)
-    asked = kinds(args.output_len)
+    """Starts the server, runs every feature once to warm up, then measures."""
+    body = body_maker(args)
+    wanted = features(args.output_len)
     plain: list[_Cost] = []
-    ratios: dict[str, list[_Cost]] = {kind: [] for kind in asked}
+    ratios: dict[str, list[_Cost]] = {feature: [] for feature in wanted}
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--model", args.model, *args.server_flags]
         with ServerProcess(flags, log=Path(folder, "server.log")) as server:
             await server.until_healthy()
-            for fields in ({}, *asked.values()):
+            for fields in ({}, *wanted.values()):
                 await _run(server, body, fields, args.num_neighbours)
             for _ in range(args.repeats):
                 plain.append(await _run(server, body, {}, args.num_neighbours))
-                for kind, fields in asked.items():
+                for feature, fields in wanted.items():
                     cost = await _run(server, body, fields, args.num_neighbours)
                     plain.append(await _run(server, body, {}, args.num_neighbours))
-                    ratios[kind].append(cost.over(*plain[-2:]))
-                    print(f"{kind}: {ratios[kind][-1]}", file=sys.stderr, flush=True)
+                    ratios[feature].append(cost.over(*plain[-2:]))
+                    print(f"{feature}: {ratios[feature][-1]}", file=sys.stderr, flush=True)
     return NeighbourFigures(
         machine=Machine.this(),
         model=args.model,
@@ -127,8 +129,10 @@ async def measure(args: argparse.Namespace) -> NeighbourFigures:
         input_len=args.input_len,
         output_len=args.output_len,
         plain_ms=statistics.median(cost.seconds for cost in plain) * 1000,
-        ratios={kind: [cost.seconds for cost in costs] for kind, costs in ratios.items()},
-        cpu_ratios={kind: [cost.cpu_seconds for cost in costs] for kind, costs in ratios.items()},
+        ratios={feature: [cost.seconds for cost in costs] for feature, costs in ratios.items()},
+        cpu_ratios={
+            feature: [cost.cpu_seconds for cost in costs] for feature, costs in ratios.items()
+        },
     )
 
 
@@ -140,7 +144,7 @@ class _Cost:
     cpu_seconds: float
 
     def over(self, *others: _Cost) -> _Cost:
-        """As multiples of the means of others."""
+        """Returns the ratio of both costs to the means of other runs."""
         return _Cost(
             self.seconds / statistics.mean(other.seconds for other in others),
             self.cpu_seconds / statistics.mean(other.cpu_seconds for other in others),
@@ -150,7 +154,7 @@ class _Cost:
 async def _run(
     server: ServerProcess, body: Callable[[], Body], fields: Body, num_neighbours: int
 ) -> _Cost:
-    """What the neighbours of a request with these fields wait, and what the run costs."""
+    """Runs the neighbours and one request with extra fields, and returns the cost."""
     bodies = [*(body() for _ in range(num_neighbours)), body() | fields]
     cpu_seconds = server.cpu_seconds()
     timings = await asyncio.gather(*(stream_completion(HOST, server.port, each) for each in bodies))
@@ -161,11 +165,19 @@ async def _run(
 
 
 def seconds_between_tokens(neighbours: Sequence[Timing], *, beside: Timing) -> float:
-    """The mean over the neighbours, while all of them and the one beside them are answered."""
+    """Returns the mean time between tokens of the neighbours while all requests decode.
+
+    Args:
+      neighbours: timings of the plain requests.
+      beside: timing of the other request.
+
+    Raises:
+      JaxserveError: the requests never decode all at once.
+    """
     everybody = [*neighbours, beside]
     begin_s = max(t.first_s for t in everybody)
     end_s = min(t.last_s for t in everybody)
     tokens = sum(t.tokens_at(end_s) - t.tokens_at(begin_s) for t in neighbours)
     if tokens <= 0:
-        raise JaxserveError("the answers are too short to overlap; use a larger --output-len")
+        raise JaxserveError("the completions are too short to overlap; use a larger --output-len")
     return (end_s - begin_s) * len(neighbours) / tokens

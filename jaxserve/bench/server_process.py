@@ -1,4 +1,4 @@
-"""The server as a process of its own, watched from outside."""
+"""Runs the server as a process and reads its memory and processor time."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ STOP_TIMEOUT_S = 20.0
 
 
 class ServerFailedError(JaxserveError):
-    """The server under test ended before it should."""
+    """The server under test ended early."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The most memory that the processes held at any time so far, in bytes."""
+    """The peak memory of the front and of all engines together, in bytes."""
 
     front_bytes: int
     engine_bytes: int
 
 
 class ServerProcess:
-    """``python -m server`` on a free port; a context manager that ends it.
+    """Runs ``python -m server`` on a free port until the context manager exits.
 
     Attributes:
-      port: where it listens.
-      began_s: when it was started, `time.monotonic`.
+      port: TCP port of the server.
+      began_s: time of the start, by `time.monotonic`.
     """
 
     def __init__(self, flags: Sequence[str], *, log: Path) -> None:
-        """Starts the server, which is not ready then. Its output goes to ``log``."""
+        """Starts the server without waiting for it. Its output goes to ``log``."""
         self.port = _free_port()
         self.began_s = time.monotonic()
         self._log = log
-        # The server beside this package, whatever the current directory has to offer.
+        # Finds the server next to this package, whatever the current directory holds.
         search_path = [str(Path(jaxserve.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         with log.open("wb") as out:
             self._process = subprocess.Popen(
@@ -77,7 +77,7 @@ class ServerProcess:
             self._process.wait()
 
     async def until_healthy(self) -> None:
-        """Waits until the server can answer. Raises ServerFailedError if it ends instead."""
+        """Waits until the server is healthy. Raises ServerFailedError if it exits instead."""
         while await get_status(HOST, self.port, "/health") != 200:
             if self._process.poll() is not None:
                 log = self._log.read_text(errors="replace")
@@ -87,20 +87,20 @@ class ServerProcess:
             await asyncio.sleep(POLL_S)
 
     def peak_memory(self) -> ProcessMemory:
-        """Of the front, and of all engines together."""
+        """Returns the peak memory so far."""
         front, *engines = map(_peak_bytes, self._processes())
         return ProcessMemory(front, sum(engines))
 
     def cpu_seconds(self) -> float:
-        """Processor time that all processes have used so far."""
+        """Returns the processor time of all processes so far, in seconds."""
         return sum(map(_cpu_seconds, self._processes()))
 
     def front_cpu_seconds(self) -> float:
-        """Processor time that the front alone has used so far."""
+        """Returns the processor time of the front alone so far, in seconds."""
         return _cpu_seconds(psutil.Process(self._process.pid))
 
     def _processes(self) -> list[psutil.Process]:
-        """The front and its engines."""
+        """Returns the front, followed by its engines."""
         front = psutil.Process(self._process.pid)
         return [front, *front.children(recursive=True)]
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is to the rest of jaxserve, whatever the files look like."""
+"""The interface of a checkpoint, whatever its file format."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxserve.text.tokenizer import Tokenizer
 class Checkpoint(Protocol):
     """A model on disk. Opening one reads headers and configuration, never the weights.
 
-    Names, shapes and configuration are those of the Hugging Face form of the model, also when the
-    files are in another form.
+    Names, shapes and configuration follow the Hugging Face format of the model, even if the files
+    have another format.
     """
 
     @property
     def name(self) -> str:
-        """A short name to serve the model under, such as ``smollm2-135m-instruct``."""
+        """The name to serve the model under, such as ``smollm2-135m-instruct``."""
         ...
 
     @property
@@ -30,17 +30,17 @@ class Checkpoint(Protocol):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The contents of ``config.json``, with ``architectures``."""
+        """The contents of ``config.json``, including ``architectures``."""
         ...
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """The contents of ``generation_config.json``; empty when there is none."""
+        """The contents of ``generation_config.json``; empty if there is no such file."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays that `tensors` yields together."""
+        """Total bytes of the arrays that `tensors` yields."""
         ...
 
     @property
@@ -51,8 +51,8 @@ class Checkpoint(Protocol):
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yields each name and array, one at a time, in the order of the file.
 
-        Arrays are read-only views of the mapped file where that is possible. Quantised tensors
-        come as float32, others in the type of the file (bfloat16 is that of ml_dtypes).
+        Arrays are read-only views of the mapped file where possible. Quantised tensors are
+        converted to float32; others keep the dtype of the file (bfloat16 comes from ml_dtypes).
 
         Raises:
           CheckpointError: a tensor cannot be read; the message names it.
@@ -63,6 +63,6 @@ class Checkpoint(Protocol):
         """Builds the tokenizer of the checkpoint.
 
         Raises:
-          CheckpointError: there is none, or it cannot be read.
+          CheckpointError: the checkpoint has no tokenizer, or it cannot be read.
         """
         ...

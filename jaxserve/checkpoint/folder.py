@@ -1,4 +1,4 @@
-"""A folder in the Hugging Face layout: config.json, safetensors, tokenizer files."""
+"""Reads a folder in the Hugging Face layout: config.json, safetensors, tokenizer files."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class FolderCheckpoint:
 
     Args:
       path: the folder.
-      name: name to serve under; None: that of the folder.
+      name: the name to serve the model under; None for the name of the folder.
 
     Raises:
-      CheckpointError: something is missing or damaged; the message names the file.
-      UnsupportedModelError: the weights are quantised in a way that is not supported.
+      CheckpointError: a file is missing or damaged; the message names it.
+      UnsupportedModelError: the weights are quantised, so config.json has a quantization_config.
     """
 
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.path = path
-        # That of a link and not of where it leads, which may be a hash, and may change.
+        # A link keeps its own name: its target may be a content hash, and may change.
         self.name = name or Path(os.path.abspath(path)).name
         self.config = read_json(path / "config.json")
         quantization = self.config.get("quantization_config")
@@ -45,7 +45,7 @@ class FolderCheckpoint:
             method = quantization.get("quant_method") if is_described else quantization
             raise UnsupportedModelError(
                 f"{path} is quantised with {method!s:.100}, which is not supported; use the "
-                "checkpoint that it was made from, or a GGUF file"
+                "original checkpoint or a GGUF file"
             )
         generation_config = path / "generation_config.json"
         self.generation_config = read_json(generation_config) if generation_config.exists() else {}
@@ -53,16 +53,16 @@ class FolderCheckpoint:
 
     @property
     def tensor_names(self) -> list[str]:
-        """Names of all tensors, in the order in which `tensors` yields them."""
+        """The names of all tensors, in the order in which `tensors` yields them."""
         return [name for _, names in self._shards for name in names]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """The total bytes of all tensors."""
         return sum(shard.entries[name].num_bytes for shard, names in self._shards for name in names)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields each name and array, as views of the mapped files."""
+        """Yields the name of each tensor and its array, a view of the mapped file."""
         for shard, names in self._shards:
             yield from shard.read(names)
 
@@ -72,7 +72,7 @@ class FolderCheckpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError if it is missing or not one."""
+    """Returns the JSON object in a file. Raises CheckpointError if the file holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -85,9 +85,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_shards(folder: Path) -> list[tuple[SafetensorsFile, list[str]]]:
-    """The weight files with the tensors to take from each, in file order."""
+    """Returns the weight files and the tensors to read from each, in file order."""
     if (folder / INDEX).exists():
-        # Whatever other safetensors files lie beside an index are copies or leftovers.
+        # Safetensors files that the index does not name are copies or leftovers.
         return _open_indexed(folder)
     path = _single_file(folder)
     shard = SafetensorsFile(path)
@@ -113,7 +113,7 @@ def _open_indexed(folder: Path) -> list[tuple[SafetensorsFile, list[str]]]:
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of the {len(wanted)} weight files that {INDEX} names: "
-            f"{_some(missing)}; the download is incomplete or the index belongs to another one"
+            f"{_some(missing)}; the download is incomplete, or the index belongs to another model"
         )
     shards = []
     for file in sorted(wanted):
@@ -121,7 +121,7 @@ def _open_indexed(folder: Path) -> list[tuple[SafetensorsFile, list[str]]]:
         absent = sorted(wanted[file] - shard.entries.keys())
         if absent:
             raise CheckpointError(
-                f"{shard.path} lacks tensors that {INDEX} says it holds: {_some(absent)}; "
+                f"{shard.path} lacks tensors that {INDEX} lists for it: {_some(absent)}; "
                 "the index belongs to another version of the files"
             )
         shards.append((shard, [name for name in shard.entries if name in wanted[file]]))
@@ -136,20 +136,20 @@ def _single_file(folder: Path) -> Path:
         return files[0]
     if files:
         raise CheckpointError(
-            f"{folder} has several safetensors files and no {INDEX} to say which belong together: "
+            f"{folder} has several safetensors files but no {INDEX} that lists their tensors: "
             f"{_some([file.name for file in files])}"
         )
     pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
     if pickled:
         raise CheckpointError(
-            f"{folder} has only pickled weights ({_some(pickled)}), which can run code when they "
-            "are read; convert them to safetensors first (save_pretrained of transformers does)"
+            f"{folder} has only pickled weights ({_some(pickled)}). Reading those can run code, so "
+            "convert them to safetensors first, for example with save_pretrained of transformers"
         )
     raise CheckpointError(f"{folder} has no weights: expected {WEIGHTS} or {INDEX}")
 
 
 def _some(names: list[str], limit: int = 5) -> str:
-    """The names, or the first few of many."""
+    """Returns the names in one line, cut short after ``limit``."""
     rest = len(names) - limit
     shown = ", ".join(f"{name:.100}" for name in names[:limit])
     return shown + (f" and {rest} more" if rest > 0 else "")

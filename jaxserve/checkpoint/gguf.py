@@ -1,4 +1,4 @@
-"""A GGUF file: weights, configuration, tokenizer and chat template in one."""
+"""Reads a GGUF file, which holds weights, configuration, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ _QUANTIZATION_SUFFIX = re.compile(
 class GGUFCheckpoint:
     """A `Checkpoint` read from a GGUF file.
 
-    Opening it reads the metadata and the places of the tensors.
+    Opening it reads the metadata and the offsets of the tensors.
 
     Args:
       path: the file.
-      name: name to serve under; None: that of the file without its quantisation, in lower case.
+      name: the name to serve the model under; None derives it from the file name, see
+        `served_name`.
 
     Raises:
-      CheckpointError: the file is damaged, incomplete, or lacks something; the message names it.
-      UnsupportedModelError: its architecture is not supported.
+      CheckpointError: the file is damaged or incomplete; the message says where.
+      UnsupportedModelError: the architecture is not supported.
     """
 
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.path = path
         self.name = name or served_name(path)
         self._file = GGUFFile(path)
-        with self._understanding():
+        with self._reporting_damage():
             self._read_metadata()
 
     def _read_metadata(self) -> None:
@@ -73,42 +74,42 @@ class GGUFCheckpoint:
 
     @property
     def tensor_names(self) -> list[str]:
-        """Names of all tensors, in the order in which `tensors` yields them."""
+        """The names of all tensors, in the order in which `tensors` yields them."""
         return list(self._tensors)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays after dequantisation."""
+        """The total bytes of all arrays after dequantisation."""
         return sum(
             math.prod(tensor.shape) * output_dtype(tensor.type).itemsize
             for tensor in self._tensors.values()
         )
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields each name and array, dequantised to float32 where it is quantised."""
+        """Yields the name of each tensor and its array; quantised tensors become float32."""
         for name, tensor in self._tensors.items():
             yield name, self._array(tensor)
 
     def tokenizer(self) -> Tokenizer:
         """Builds the tokenizer that the metadata describes."""
-        with self._understanding():
+        with self._reporting_damage():
             return build_tokenizer(self._file.metadata)
 
     @contextlib.contextmanager
-    def _understanding(self) -> Iterator[None]:
-        """Metadata can have any type and value; what follows from them fails in as many ways."""
+    def _reporting_damage(self) -> Iterator[None]:
+        """Reports errors from malformed metadata, which can hold any type and value."""
         try:
             yield
         except METADATA_ERRORS as error:
             raise CheckpointError(
-                f"{self.path} is damaged: its metadata do not fit together "
+                f"{self.path} is damaged: its metadata is inconsistent "
                 f"({type(error).__name__}: {error!s:.200})"
             ) from error
 
     def _array(self, tensor: GGUFTensor) -> np.ndarray:
         rows = self._file.read(tensor)
         if self._architecture.rotates_pairs and (num_heads := self._rotated_heads(tensor.name)):
-            with self._understanding():
+            with self._reporting_damage():
                 rows = _pairs_to_halves(rows, tensor, num_heads)
         try:
             return dequantize(rows, tensor.type).reshape(tensor.shape)
@@ -119,7 +120,7 @@ class GGUFCheckpoint:
             ) from error
 
     def _rotated_heads(self, name: str) -> int:
-        """Number of heads of a q or k projection, 0 for other tensors."""
+        """Returns the number of heads of a q or k projection, 0 for other tensors."""
         if re.search(r"\.attn_q\.(weight|bias)$", name):
             return self.config["num_attention_heads"]
         if re.search(r"\.attn_k\.(weight|bias)$", name):
@@ -128,18 +129,22 @@ class GGUFCheckpoint:
 
 
 def served_name(path: Path) -> str:
-    """The name to serve a file under: ``A-1B-Instruct.Q4_1.gguf`` is ``a-1b-instruct``."""
+    """Returns the file name in lower case without quantisation and suffix.
+
+    For example ``A-1B-Instruct.Q4_1.gguf`` is served as ``a-1b-instruct``.
+    """
     stem = path.name.removesuffix(".gguf")
     return (_QUANTIZATION_SUFFIX.sub("", stem) or stem).lower()
 
 
 def _pairs_to_halves(rows: np.ndarray, tensor: GGUFTensor, num_heads: int) -> np.ndarray:
-    """Undoes the order of rows that the GGUF converter gives to q and k projections.
+    """Restores the order of rows of q and k projections, which the GGUF converter changes.
 
-    In the file the rows of a head are 0, d/2, 1, d/2 + 1...: those that are rotated together are
-    neighbours. Whole rows move, so this is done before they are dequantised.
+    In the file the rows of a head of size d are ordered 0, d/2, 1, d/2 + 1, ..., so that each pair
+    that is rotated together is adjacent. Only whole rows move, so stored rows can be reordered
+    before they are dequantised.
     """
-    if len(tensor.shape) == 1:  # a bias is one row of single values
+    if len(tensor.shape) == 1:  # a bias: each value is a row
         rows = rows.reshape(tensor.shape[0], -1)
     num_rows, row_bytes = rows.shape
     pairs = rows.reshape(num_heads, num_rows // num_heads // 2, 2, row_bytes)

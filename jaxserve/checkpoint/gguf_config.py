@@ -1,4 +1,4 @@
-"""GGUF metadata and tensor names in Hugging Face terms."""
+"""Translates GGUF metadata and tensor names to those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Metadata = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What a GGUF architecture is called elsewhere.
+    """The Hugging Face names of a GGUF architecture.
 
-    ``rotates_pairs``: the rows of the q and k projections are in the order of rotary embeddings
-    that turn neighbours; in Hugging Face checkpoints they turn the two halves of a head.
+    ``rotates_pairs`` is true if the rows of the q and k projections are ordered for rotary
+    embeddings that rotate adjacent pairs. Hugging Face checkpoints rotate the two halves of a head.
     """
 
     hf_class: str
@@ -29,7 +29,7 @@ class Architecture:
 
 
 LLAMA = Architecture("LlamaForCausalLM", "llama", rotates_pairs=True)
-# GGUF has no architecture of its own for Mistral models: they are "llama" with a window.
+# GGUF has no architecture for Mistral models: they are "llama" with a sliding window.
 MISTRAL = Architecture("MistralForCausalLM", "mistral", rotates_pairs=True)
 ARCHITECTURES = {
     "llama": LLAMA,
@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", rotates_pairs=False),
 }
 
-# What all models of the Llama 3 family share of their rope scaling.
+# Rope scaling that all models of the Llama 3 family share.
 LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -45,7 +45,7 @@ LLAMA3_ROPE = {
 }
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""A tensor that is configuration: what each rotary frequency is divided by."""
+"""A tensor that is configuration: the divisor of each rotary frequency."""
 
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -67,7 +67,7 @@ LAYER_TENSOR_NAMES = {
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
-# Tokens that end a turn or a text, by name. Files often name only one of them as the end token.
+# Tokens that end a turn or a document. Files often declare only one of them as the end token.
 END_TOKENS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -89,12 +89,14 @@ SAMPLING_KEYS = {
 RECOMMENDED: Mapping[str, Mapping[str, float]] = {
     "smollm2": {"temperature": 0.2, "top_p": 0.9},
 }
-"""How to sample from families whose files do not say it, by ``general.basename``: from their model
-cards. Small models write nonsense at temperature 1."""
+"""Sampling defaults from model cards by ``general.basename``, for files that contain none.
+
+Small models write nonsense at temperature 1.
+"""
 
 
 def architecture(metadata: Metadata) -> Architecture:
-    """The architecture of a file. Raises UnsupportedModelError if it is not a known one."""
+    """Returns the architecture of a file. Raises UnsupportedModelError if it is unknown."""
     name = metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -109,7 +111,7 @@ def architecture(metadata: Metadata) -> Architecture:
 
 
 def hf_tensor_name(name: str) -> str:
-    """The Hugging Face name of a tensor. Raises CheckpointError if it is not a known one."""
+    """Returns the Hugging Face name of a tensor. Raises CheckpointError if it is unknown."""
     if match := _LAYER.fullmatch(name):
         layer, part, kind = match.groups()
         if part in LAYER_TENSOR_NAMES:
@@ -117,7 +119,7 @@ def hf_tensor_name(name: str) -> str:
     part, _, kind = name.rpartition(".")
     if part in TENSOR_NAMES and kind in ("weight", "bias"):
         return f"{TENSOR_NAMES[part]}.{kind}"
-    raise CheckpointError(f"tensor {name} is none that the model architecture has")
+    raise CheckpointError(f"tensor {name} is not part of the model architecture")
 
 
 def hf_config(
@@ -127,21 +129,21 @@ def hf_config(
     tensor_names: Container[str],
     rope_factors: Sequence[float] | None,
 ) -> dict[str, Any]:
-    """The contents of config.json for a GGUF file.
+    """Returns the contents of config.json for a GGUF file.
 
-    Rotary embeddings are described in the form of transformers 5, ``rope_parameters``. A file may
-    store a number for each frequency, by which it is divided. Those of Llama 3 become the rope type
-    ``llama3``; any others are given as they are, with ``"rope_type": "factors"`` and a list of
-    head_dim / 2 numbers under ``factors``, which is no type of transformers.
+    Rotary embeddings take the format of transformers 5, ``rope_parameters``. A file may store a
+    divisor for each frequency. The divisors of Llama 3 become the rope type ``llama3``. All others
+    become the type ``factors``, which transformers does not have: a list of head_dim / 2 numbers
+    under ``factors``.
 
     Args:
-      metadata: of the file.
-      vocab_size: rows of the embedding.
+      metadata: metadata of the file.
+      vocab_size: number of rows of the embedding.
       tensor_names: GGUF names of the tensors in the file.
-      rope_factors: contents of the tensor ``ROPE_FACTORS``, if there is one.
+      rope_factors: contents of the tensor ``ROPE_FACTORS``; None if the file has none.
 
     Raises:
-      CheckpointError: a key that is needed is missing.
+      CheckpointError: a required key is missing.
       UnsupportedModelError: the architecture or its rope scaling is not supported.
     """
     known = architecture(metadata)
@@ -204,7 +206,7 @@ def _rope_parameters(metadata: Metadata, factors: Sequence[float] | None) -> dic
     elif kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": factor}
         attention_factor = metadata.get(f"{prefix}.scaling.attn_factor", 1.0)
-        if attention_factor != 1.0:  # GGUF multiplies by what Hugging Face has as the default
+        if attention_factor != 1.0:  # GGUF stores a multiple of the Hugging Face default
             rope["attention_factor"] = attention_factor * (1 + 0.1 * math.log(factor))
         for key, hf_key in (
             ("original_context_length", "original_max_position_embeddings"),
@@ -221,9 +223,9 @@ def _rope_parameters(metadata: Metadata, factors: Sequence[float] | None) -> dic
 
 
 def _llama3_factors(llama3: dict[str, Any], theta: float, count: int) -> np.ndarray:
-    """What a GGUF file stores for the rope type ``llama3``, ``f64[count]``.
+    """Returns the divisors that a GGUF file stores for the rope type ``llama3``, ``f64[count]``.
 
-    Short waves are kept, long ones are slowed down by ``factor``, and in between it is a mixture.
+    High frequencies keep 1, low ones are divided by ``factor``, and those between are interpolated.
     """
     wavelengths = 2 * np.pi * theta ** (np.arange(count) / count)
     low, high = llama3["low_freq_factor"], llama3["high_freq_factor"]
@@ -233,10 +235,10 @@ def _llama3_factors(llama3: dict[str, Any], theta: float, count: int) -> np.ndar
 
 
 def hf_generation_config(metadata: Metadata) -> dict[str, Any]:
-    """The contents of generation_config.json for a GGUF file.
+    """Returns the contents of generation_config.json for a GGUF file.
 
-    ``eos_token_id`` is a list: the end token of the file, its end of turn and message, and tokens
-    that by their name are one. Sampling is what the file says, else what is in `RECOMMENDED`.
+    ``eos_token_id`` lists the end tokens that the file declares (of document, turn and message) and
+    its control tokens in `END_TOKENS`. Sampling defaults come from the file, else `RECOMMENDED`.
     """
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     kinds = metadata.get("tokenizer.ggml.token_type", [])
@@ -246,8 +248,8 @@ def hf_generation_config(metadata: Metadata) -> dict[str, Any]:
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if kind == CONTROL_TOKEN and token in END_TOKENS
     ]
-    said = {name: metadata[key] for key, name in SAMPLING_KEYS.items() if key in metadata}
+    declared = {name: metadata[key] for key, name in SAMPLING_KEYS.items() if key in metadata}
     family = str(metadata.get("general.basename"))
-    config: dict[str, Any] = said or dict(RECOMMENDED.get(family, {}))
+    config: dict[str, Any] = declared or dict(RECOMMENDED.get(family, {}))
     config["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
     return config

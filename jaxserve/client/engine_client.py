@@ -38,10 +38,10 @@ from jaxserve.ipc.transport import EventReceiver, RequestSender, SocketFolder
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 5.0
-"""How long an engine may take to exit after `Shutdown`: a step in flight has to end first."""
+"""Seconds that an engine may take to exit after `Shutdown`: a step in flight has to end first."""
 
 EXIT_REASON_TIMEOUT_S = 2.0
-"""How long to wait for `EngineFailed` after a process has ended with `FAILED_EXIT_CODE`."""
+"""Seconds to wait for `EngineFailed` after a process has ended with `FAILED_EXIT_CODE`."""
 
 STARTUP_ERRORS: Mapping[str, type[JaxserveError]] = {
     error.__name__: error for error in (ConfigError, CheckpointError, UnsupportedModelError)

@@ -19,7 +19,7 @@ from jaxserve.ipc.launch import Launch
 STDERR = 2
 
 STDIN_CLOSED_TIMEOUT_S = 3.0
-"""How long a process may take to exit after its standard input was closed."""
+"""Seconds that a process may take to exit after its standard input was closed."""
 
 ENVIRONMENT = {
     # Errors only in the C++ log of XLA: its warnings are about its own tuning.

@@ -1,4 +1,4 @@
-"""What a step runs, what it returns, and who runs it: the seam between scheduler and runner."""
+"""The plan of a step, its result, and the protocol of the runner: the seam below the scheduler."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step computed.
+    """The results of a step.
 
     Attributes:
       token_ids: the sampled token IDs, aligned with ``plan.sampling``.

@@ -33,7 +33,7 @@ from jaxserve.structured_output.compiling import Compile, CompilingRequests
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.005
-"""How long a step with nothing else to do waits for a grammar to compile."""
+"""Seconds that a step with nothing else to do waits for a grammar to compile."""
 
 
 class EngineCore:
@@ -166,7 +166,7 @@ class EngineCore:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """What an engine factory returns: an engine that can serve, and its resolved settings."""
+    """The result of an engine factory: an engine that can serve, and its resolved settings."""
 
     core: EngineCore
     ready: Ready

@@ -51,7 +51,7 @@ HEARTBEAT_S = 1.0
 """Interval between the heartbeats of an idle engine."""
 
 LINGER_S = 4.0
-"""How long the last events may take to reach the front at exit."""
+"""Seconds that the last events may take to reach the front at exit."""
 
 PR_SET_PDEATHSIG = 1
 

@@ -21,7 +21,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """What one engine output adds to one completion.
+    """The part of a completion that one engine output adds.
 
     Attributes:
       index: which completion of the request.

@@ -56,7 +56,7 @@ class GenerateRequest:
 
     @property
     def num_completions(self) -> int:
-        """How many completions the request asks for in total."""
+        """The number of completions that the request asks for, over all prompts."""
         return len(self.prompts) * self.params.n
 
 

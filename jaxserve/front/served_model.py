@@ -31,7 +31,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What the front process reads from a checkpoint: everything but the weights.
+    """The files of a checkpoint that the front process reads: all but the weights.
 
     Attributes:
       name: the short name of the checkpoint.
@@ -66,7 +66,7 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is known about the model once its engine is ready. Make one with `create`.
+    """The facts about a model whose engine is ready. Make one with `create`.
 
     Attributes:
       names: the names under which the model is served, at least one. Replies carry the name that

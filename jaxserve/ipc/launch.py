@@ -1,4 +1,4 @@
-"""How the front starts an engine process: the first line of its standard input."""
+"""The settings of an engine process, which it reads from the first line of its standard input."""
 
 from __future__ import annotations
 

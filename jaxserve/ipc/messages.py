@@ -133,7 +133,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What one step added to one request.
+    """The part of a request that one step added.
 
     Attributes:
       request_id: the request.

@@ -27,7 +27,7 @@ class StepContext(NamedTuple):
     """The inputs of a step that every layer needs.
 
     Attributes:
-      meta: maps each token to its request and to its place in the cache.
+      meta: maps each token to its request and to its slot in the cache.
       cos, sin: f32[T, H / 2], the rotation of each token.
       attention: the backend that writes and reads the cache.
     """

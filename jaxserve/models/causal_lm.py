@@ -79,7 +79,7 @@ class CausalLM(nnx.Module):
         Args:
           tokens: i32[T], in [0, V).
           kv: the cache; donate it, so that it is written in place.
-          meta: maps each token to its request and to its place in the cache.
+          meta: maps each token to its request and to its slot in the cache.
           attention: the backend that writes and reads the cache.
 
         Returns:

@@ -74,12 +74,12 @@ def load_params(
     """
     model = build_model(spec, loop=loop)
     targets = _targets(model)
-    slots = mapping.plan(model.RULES, targets, num_layers=spec.num_layers)
-    full_names = _full_names(checkpoint.tensor_names, slots)
+    destinations = mapping.assign(model.RULES, targets, num_layers=spec.num_layers)
+    full_names = _full_names(checkpoint.tensor_names, destinations)
     names = [full_names[name] for name in checkpoint.tensor_names]
     ignored = _ignored(model)
     ignored |= _foreign(names, model, known=ignored)
-    mapping.check_names(names, slots, ignored=ignored)
+    mapping.check_names(names, destinations, ignored=ignored)
     param_dtype = jnp.dtype(dtype)
     total = sum(math.prod(target.shape) for target in targets.values()) * param_dtype.itemsize
     done = 0
@@ -90,7 +90,7 @@ def load_params(
 
     # A generator would keep the previous tensor alive while it reads the next one.
     tensors = map(renamed, checkpoint.tensors())
-    filling = mapping.assemble(tensors, slots, targets, dtype=param_dtype, ignored=ignored)
+    filling = mapping.assemble(tensors, destinations, targets, dtype=param_dtype, ignored=ignored)
     for placed in filling:
         done += placed.num_bytes
         if placed.complete is not None:
@@ -130,12 +130,12 @@ def _path(target: str) -> tuple[str | int, ...]:
 
 
 def _full_names(
-    names: Sequence[str], slots: Mapping[str, mapping.Slot], *, prefix: str = "model."
+    names: Sequence[str], destinations: Mapping[str, mapping.Destination], *, prefix: str = "model."
 ) -> dict[str, str]:
     """Maps each name to its name in the full model, as the checkpoint may be of the base model."""
     if any(name.startswith(prefix) for name in names):
         return {name: name for name in names}
-    own = {name.split(".")[1] for name in slots if name.startswith(prefix)}
+    own = {name.split(".")[1] for name in destinations if name.startswith(prefix)}
     return {name: prefix + name if name.split(".")[0] in own else name for name in names}
 
 

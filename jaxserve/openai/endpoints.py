@@ -26,7 +26,7 @@ from jaxserve.openai.responses_protocol import Response, ResponseEvent, Response
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """How the requests of one path are read, run and answered.
+    """The functions that read, run and answer the requests of one path.
 
     Attributes:
       path: the path of the URL.

@@ -43,7 +43,7 @@ class KVCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionMeta:
-    """Maps each token of the packed super-sequence to its request and to its place in the cache.
+    """Maps each token of the packed super-sequence to its request and to its slot in the cache.
 
     T, R and W are padded sizes. Real entries precede padding in every array, and no backend reads
     or writes live data through padding. The tokens of a request are contiguous, in order of

@@ -185,7 +185,7 @@ class GrammarConstraint:
 
 
 def _end_ids(submit: Submit, vocabulary: Vocabulary) -> frozenset[int]:
-    """Returns the end tokens of a request: its EOS and those of its stop tokens that are no text.
+    """Returns the end tokens of a request: its EOS, and its stop tokens that are special tokens.
 
     The grammar alone decides about stop tokens that are text.
     """

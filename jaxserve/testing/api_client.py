@@ -1,4 +1,4 @@
-"""A client of the HTTP API that keeps what a test wants to see, down to the bytes."""
+"""A client of the HTTP API for tests, which keeps replies and streams byte by byte."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Streamed:
     """A stream that has been read to its end.
 
     Attributes:
-      headers: of the reply.
-      raw: its body.
-      chunks: the JSON values of its events, but for ``[DONE]``.
+      headers: headers of the reply.
+      raw: body of the reply.
+      chunks: JSON values of all events but ``[DONE]``.
       done: whether ``[DONE]`` was the last event.
     """
 
@@ -34,7 +34,7 @@ class Streamed:
 
     @classmethod
     def parse(cls, headers: httpx.Headers, raw: bytes) -> Streamed:
-        """Reads a body that must be framed exactly as the API frames it."""
+        """Parses a body, and asserts that every byte follows the event format of the API."""
         assert raw.endswith(b"\n\n"), raw[-100:]
         events = raw.removesuffix(b"\n\n").split(b"\n\n")
         assert all(e.startswith(b"data: ") and b"\n" not in e for e in events), raw
@@ -43,80 +43,80 @@ class Streamed:
         return cls(headers, raw, [json.loads(d) for d in data[: len(data) - done]], done)
 
     def choices(self, index: int = 0) -> list[dict[str, Any]]:
-        """The pieces of one answer, in order."""
+        """Returns the chunks of one choice, in order."""
         return [c for chunk in self.chunks for c in chunk["choices"] if c["index"] == index]
 
     def deltas(self, index: int = 0) -> list[str]:
-        """The texts of the pieces that have one."""
+        """Returns the pieces of text of one choice, without empty ones."""
         texts = [
             c["text"] if "text" in c else c["delta"].get("content") for c in self.choices(index)
         ]
         return [text for text in texts if text]
 
     def text(self, index: int = 0) -> str:
-        """The whole text of one answer."""
+        """Returns the whole text of one choice."""
         return "".join(self.deltas(index))
 
     def finish_reason(self, index: int = 0) -> str | None:
-        """Of one answer. Exactly its last piece must have one."""
+        """Returns the finish reason of one choice, and asserts that only its last chunk has one."""
         reasons = [choice["finish_reason"] for choice in self.choices(index)]
         assert reasons[:-1] == [None] * (len(reasons) - 1), reasons
         return reasons[-1]
 
     @property
     def usage(self) -> dict[str, Any] | None:
-        """That of the last chunk."""
+        """The usage in the last chunk."""
         return self.chunks[-1].get("usage")
 
 
 class ApiClient:
-    """Calls one server. The methods that take a body as keywords want the reply to be a success.
+    """Calls one server. Methods that take the body as keywords assert that the call succeeds.
 
     Attributes:
-      url: of the server, without a path.
-      http: what it calls with.
+      url: URL of the server, without a path.
+      http: the HTTP client.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
-        """``options`` are those of `httpx.Client`."""
+        """Creates a client; ``options`` are arguments of `httpx.Client`."""
         self.url = url
         self.http = httpx.Client(base_url=url, timeout=120, **options)
         self._good: str | None = None
 
     def close(self) -> None:
-        """Closes its connections."""
+        """Closes all connections."""
         self.http.close()
 
     def post(self, path: str, body: Any) -> httpx.Response:
-        """The reply to a body that is bytes or text as it stands, or else made JSON."""
+        """Posts a body, encoded as JSON unless it is bytes or a string, and returns the reply."""
         if isinstance(body, bytes | str):
             return self.http.post(path, content=body, headers={"content-type": "application/json"})
         return self.http.post(path, json=body)
 
     def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
-        """The reply of /v1/completions."""
+        """Returns the reply of /v1/completions."""
         return _success(self.post(COMPLETIONS, {"prompt": prompt, **body}))
 
     def chat(self, messages: str | list[Any], **body: Any) -> dict[str, Any]:
-        """The reply of /v1/chat/completions; a text is what the user says."""
+        """Returns the reply of /v1/chat/completions; a string becomes one user message."""
         return _success(self.post(CHAT, {"messages": _messages(messages), **body}))
 
     def stream_complete(self, prompt: Any, **body: Any) -> Streamed:
-        """The stream of /v1/completions."""
+        """Returns the whole stream of /v1/completions."""
         return self.stream(COMPLETIONS, {"prompt": prompt, **body})
 
     def stream_chat(self, messages: str | list[Any], **body: Any) -> Streamed:
-        """The stream of /v1/chat/completions."""
+        """Returns the whole stream of /v1/chat/completions."""
         return self.stream(CHAT, {"messages": _messages(messages), **body})
 
     def stream(self, path: str, body: dict[str, Any]) -> Streamed:
-        """The stream that follows a body."""
+        """Posts a body with ``stream`` and returns the whole stream."""
         reply = self.post(path, {**body, "stream": True})
         assert reply.status_code == 200, reply.text
         return Streamed.parse(reply.headers, reply.content)
 
     def refused(self, path: str, body: Any, *, status: int = 400) -> dict[str, Any]:
-        """The error with which a body is refused, after which a good request must succeed."""
+        """Asserts that a body is refused and that the server still works; returns the error."""
         reply = self.post(path, body)
         assert reply.status_code == status, (reply.status_code, reply.text)
         assert reply.headers["content-type"].startswith("application/json")
@@ -127,7 +127,7 @@ class ApiClient:
         return error
 
     def good_request(self) -> None:
-        """A request that must succeed, with the same text each time."""
+        """Asserts that a request succeeds, with the same text in every call."""
         body = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
         reply = self.complete([1, 2], **body)
         assert reply["usage"]["completion_tokens"] == 2
@@ -136,7 +136,7 @@ class ApiClient:
         assert choice["text"] == self._good
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of the one sample with the name after ``vllm:`` and with these labels."""
+        """Returns the value of the only sample named ``vllm:`` + name that has these labels."""
         (value,) = [
             sample.value
             for family in text_string_to_metric_families(self.http.get("/metrics").text)
@@ -146,23 +146,23 @@ class ApiClient:
         return value
 
     def until_idle(self, *, within_s: float = 30) -> None:
-        """Waits until no request is on board and no block is held."""
+        """Waits until no request is in flight and no block is in use."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         self.until(lambda: not any(map(self.metric, names)), within_s=within_s)
 
     def until(self, condition: Callable[[], bool], *, within_s: float = 30) -> None:
-        """Waits for a condition; that it does not come is an error."""
+        """Waits for a condition, and asserts that it holds in time."""
         end = time.monotonic() + within_s
         while not condition():
-            assert time.monotonic() < end, f"still not so after {within_s} s"
+            assert time.monotonic() < end, f"condition still false after {within_s} s"
             time.sleep(0.02)
 
     def async_http(self) -> httpx.AsyncClient:
-        """To call the same server many times at once."""
+        """Returns an asynchronous client for concurrent calls to the same server."""
         return httpx.AsyncClient(base_url=self.url, timeout=120)
 
     def openai(self, **options: Any) -> openai.OpenAI:
-        """The official client."""
+        """Returns the official client, configured for this server."""
         return openai.OpenAI(
             **{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, **options}
         )

@@ -1,4 +1,4 @@
-"""The whole benchmark, of a server whose engine's tokens are arithmetic."""
+"""The whole benchmark, on a server with a fake engine."""
 
 import json
 from pathlib import Path

@@ -8,7 +8,7 @@ from jaxserve.bench.http import Timing
 
 
 def timing(sent: float, first: float, gap: float, count: int) -> Timing:
-    """Tokens one by one, ``gap`` seconds apart."""
+    """Returns the timing of a completion whose tokens arrive ``gap`` seconds apart."""
     arrivals = [(first + i * gap, i + 1) for i in range(count)]
     return Timing(sent, arrivals, num_prompt_tokens=10)
 

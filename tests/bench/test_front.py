@@ -1,4 +1,4 @@
-"""What a streamed token costs, of a server that repeats what it is told."""
+"""The cost of a streamed token, measured on a server whose engine repeats the prompt."""
 
 import json
 import socket
@@ -25,11 +25,11 @@ def test_every_endpoint_is_measured(
         assert figures["tokens_per_s"] > 0
         assert figures["events_per_token"] > 0
         assert figures["cpu_us_per_token"] > 0
-    assert "| chat, 40 tokens/s a stream |" in capsys.readouterr().out
+    assert "| chat, 40 tokens/s per stream |" in capsys.readouterr().out
 
 
 class Pouring:
-    """A server whose answer to anything is these pieces."""
+    """A server that answers any request with these pieces."""
 
     def __init__(self, *pieces: bytes) -> None:
         self._pieces = pieces

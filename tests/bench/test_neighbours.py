@@ -1,4 +1,4 @@
-"""The comparison of neighbours, of a server whose engine's tokens are arithmetic."""
+"""The comparison of neighbours, on a server with a fake engine."""
 
 import itertools
 import json
@@ -9,7 +9,7 @@ import pytest
 from jaxserve.bench import neighbours
 from jaxserve.bench.__main__ import main
 from jaxserve.bench.http import Timing, stream_completion
-from jaxserve.bench.neighbours import kinds, seconds_between_tokens
+from jaxserve.bench.neighbours import features, seconds_between_tokens
 from jaxserve.bench.server_process import ServerProcess
 from jaxserve.errors import JaxserveError
 
@@ -31,7 +31,7 @@ def test_every_kind_is_compared_with_the_runs_before_and_after(
         calls.append(body)
         await stream_completion(host, port, body)
         # First everything once, then plain ones at even runs, each a tenth slower than the last.
-        warm = 1 + len(kinds(1))
+        warm = 1 + len(features(1))
         gap = 1.1 ** (run - warm) * (3 if (run - warm) % 2 else 1)
         return timing(0.0, gap, 9)
 
@@ -42,15 +42,15 @@ def test_every_kind_is_compared_with_the_runs_before_and_after(
     small = ["--num-neighbours", "2", "--input-len", "5", "--output-len", "9", "--repeats", "1"]
     flags = ["--model", str(front_checkpoint), *small, "--output", str(output), "--", *FAKE]
     assert main(["neighbours", *flags]) == 0
-    for number, fields in enumerate(kinds(9).values(), start=1):
+    for number, fields in enumerate(features(9).values(), start=1):
         assert calls[3 * number + 2].items() >= fields.items()
     figures = json.loads(output.read_text())
-    assert figures["ratios"].keys() == figures["cpu_ratios"].keys() == kinds(1).keys()
-    for kind, ratios in figures["ratios"].items():
+    assert figures["ratios"].keys() == figures["cpu_ratios"].keys() == features(1).keys()
+    for feature, ratios in figures["ratios"].items():
         assert ratios == pytest.approx([3 * 1.1 / ((1 + 1.1**2) / 2)])
-        assert figures["cpu_ratios"][kind] == [1.0]
+        assert figures["cpu_ratios"][feature] == [1.0]
     table = capsys.readouterr().out
-    assert all(f"| {kind} |" in table for kind in kinds(1))
+    assert all(f"| {feature} |" in table for feature in features(1))
 
 
 def test_only_the_common_time_counts_and_only_the_neighbours() -> None:

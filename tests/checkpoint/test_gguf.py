@@ -41,7 +41,7 @@ def gguf_name(name: str) -> str:
 
 
 def permuted(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """What the GGUF converter does to q and k projections of the Llama family."""
+    """Permutes q and k projections as the GGUF converter does for the Llama family."""
     shape = weights.shape
     heads = weights.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:])
     return heads.swapaxes(1, 2).reshape(shape)
@@ -70,7 +70,7 @@ def write(
     tensors: Mapping[str, np.ndarray],
     kinds: Mapping[str, Kind] | None = None,
 ) -> Path:
-    """A GGUF file of fields and tensors, which are stored as they are unless a kind is given."""
+    """Writes a GGUF file; tensors are quantised only if a kind is given."""
     writer = gguf.GGUFWriter(path, fields["general.architecture"])
     for key, value in fields.items():
         if key == "general.architecture":
@@ -97,7 +97,7 @@ def write(
 
 
 def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict:
-    """Tensors under their GGUF names, q and k permuted where the converter does so."""
+    """Returns tensors by GGUF name, with q and k permuted where the converter does so."""
     result = {}
     for name, array in tensors.items():
         if config["model_type"] in ("llama", "mistral"):
@@ -226,7 +226,7 @@ def test_rope_scaling(tmp_path: Path, changes: dict, expected: dict) -> None:
 
 
 def test_rope_factors_of_llama3(tmp_path: Path) -> None:
-    # As the converter computes them for Llama 3.1, for heads of 16 and a base of 10000.
+    # The values of the converter for Llama 3.1, with a head size of 16 and a base of 10000.
     factors = []
     for i in range(8):
         wavelength = 2 * np.pi * 10000.0 ** (2 * i / 16)
@@ -261,7 +261,13 @@ def test_other_rope_factors_are_given_as_they_are(tmp_path: Path) -> None:
 def test_generation_config(tmp_path: Path) -> None:
     changes = {
         "tokenizer.ggml.tokens": ["a", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "</s>"],
-        "tokenizer.ggml.token_type": [1, 3, 3, 1, 3],  # a text that looks like an end is none
+        "tokenizer.ggml.token_type": [
+            1,
+            3,
+            3,
+            1,
+            3,
+        ],  # a normal token named like an end token is none
         "tokenizer.ggml.eos_token_id": 4,
         "tokenizer.ggml.eot_token_id": 2,
         "general.sampling.temp": 0.5,

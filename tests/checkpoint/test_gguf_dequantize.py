@@ -1,4 +1,4 @@
-"""Block formats, unpacked value by value as their definitions in ggml have it."""
+"""Compares block formats with unpacking value by value, by their definitions in ggml."""
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +17,7 @@ def half(block: bytes, at: int) -> float:
 
 
 def nibble(data: bytes, i: int) -> int:
-    """Value i of 32 in 16 bytes: the low halves first."""
+    """Returns value i of 32 in 16 bytes; the low halves come first."""
     return data[i % 16] & 15 if i < 16 else data[i % 16] >> 4
 
 
@@ -51,7 +51,7 @@ def q8_0(block: bytes) -> list[float]:
 
 
 def scale_and_min(scales: bytes, j: int) -> tuple[int, int]:
-    """Six bits each, for one of the eight groups of a block of 256."""
+    """Returns scale and minimum, six bits each, of one of the eight groups of a block of 256."""
     if j < 4:
         return scales[j] & 63, scales[j + 4] & 63
     return (
@@ -95,7 +95,7 @@ def q6_k(block: bytes) -> list[float]:
     return values
 
 
-# Unpacks one block, and where its float16 numbers are.
+# For each kind: a function that unpacks one block, and the offsets of its float16 numbers.
 SLOW = {
     Kind.Q4_0: (q4_0, [0]),
     Kind.Q4_1: (q4_1, [0, 2]),

@@ -147,7 +147,7 @@ def container(*parts: bytes, tensors: int = 0, fields: int = 0, version: int = 3
         (container(tensor("t", 33, kind=2), tensors=1), "rows of 33, not a multiple of 32"),
         (container(tensor("t", 2**40), tensors=1), "tensor t ends at byte"),
         (container(tensor("t", 4, offset=10_000), tensors=1), "tensor t ends at byte"),
-        (container(tensor("t", 4), tensor("t", 4), tensors=2), "t is there twice"),
+        (container(tensor("t", 4), tensor("t", 4), tensors=2), "tensor t twice"),
         (
             container(text("general.alignment"), struct.pack("<II", 4, 0), fields=1),
             "general.alignment is 0",

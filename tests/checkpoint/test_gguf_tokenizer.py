@@ -1,4 +1,4 @@
-"""Against transformers, which builds tokenizers from the same metadata, and against definitions."""
+"""Compares tokenizers with those that transformers builds from the same metadata."""
 
 import json
 import random
@@ -25,7 +25,7 @@ NUMBERS = ["0", "7", "42", "1999", "3.14159", "1,000,000", "12345678901", "0x1F"
 
 
 def strings(count: int, *, numbers: bool, seed: int = 0) -> list[str]:
-    """Varied texts: words of many languages, code, spaces, emoji, random characters."""
+    """Returns varied strings: words of many languages, code, spaces, emoji, random characters."""
     rng = random.Random(seed)
     words = WORDS_LIST + (NUMBERS * 4 if numbers else [])
     result = []
@@ -48,7 +48,7 @@ def metadata(smollm2: Path) -> dict[str, Any]:
 
 
 def transformers_backend(metadata: dict[str, Any]):
-    """The tokenizer that transformers makes of the metadata."""
+    """Returns the tokenizer that transformers builds from the metadata."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import (
         GGUF_TOKENIZER_MAPPING,
         convert_gguf_tokenizer,
@@ -95,7 +95,7 @@ def test_smollm_splits_digits(metadata: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def greedy_metadata() -> dict[str, Any]:
-    """A vocabulary that was trained without words, so that only the pre-tokenizer makes any."""
+    """Trains a vocabulary without pre-tokenizer, so that a change of rule changes the tokens."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(
@@ -116,7 +116,7 @@ def test_pre_tokenizers(greedy_metadata: dict[str, Any], pre: str | None) -> Non
     if pre is None:
         del changed["tokenizer.ggml.pre"]
     theirs = transformers_backend(changed)
-    # What their models' own tokenizers do, and transformers leaves out when it reads a GGUF file.
+    # The original tokenizers do this; transformers leaves it out when it reads a GGUF file.
     if pre in ("llama-bpe", "tekken"):
         theirs.model.ignore_merges = True
     if pre == "qwen2":
@@ -178,10 +178,10 @@ def test_added_tokens() -> None:
     [
         ({}, []),
         ({"add_bos_token": True}, [0]),
-        ({"pre": "llama-bpe"}, [0]),  # llama.cpp's default for it
+        ({"pre": "llama-bpe"}, [0]),  # the default of llama.cpp for this rule
         ({"pre": "llama-bpe", "add_bos_token": False}, []),
         ({"add_bos_token": True, "bos_token_id": None}, []),
-        ({"add_eos_token": True}, []),  # a prompt that ends is of no use
+        ({"add_eos_token": True}, []),  # ignored: a prompt must not end with it
     ],
 )
 def test_what_a_text_begins_with(changes: dict, first: list[int]) -> None:
@@ -195,8 +195,8 @@ def test_what_a_text_begins_with(changes: dict, first: list[int]) -> None:
     [
         ({"tokens": None}, "tokens is missing"),
         ({"model": "t5"}, "model 't5' is not supported"),
-        ({"token_type": [1]}, "9 tokens, 9 of them different, 1 token types"),
-        ({"tokens": ["a"] * 9}, "9 tokens, 1 of them different"),
+        ({"token_type": [1]}, "9 tokens, 9 of them distinct, 1 token types"),
+        ({"tokens": ["a"] * 9}, "9 tokens, 1 of them distinct"),
         ({"merges": ["ab"]}, "'ab' is not a merge"),
         ({"merges": ["a b c"]}, "not a merge"),
         ({"merges": ["a z"]}, "damaged"),
@@ -209,7 +209,7 @@ def test_damaged_metadata(changes: dict, complaint: str) -> None:
 
 
 def sentencepiece_metadata(seed: int = 0, **changes: Any) -> dict[str, Any]:
-    """A vocabulary in which longer pieces can be made in more than one way."""
+    """Returns a vocabulary in which longer tokens can be merged in more than one way."""
     rng = random.Random(seed)
     letters = "▁abcdé"
     pieces = set(letters)
@@ -232,7 +232,7 @@ def sentencepiece_metadata(seed: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 def sentencepiece_reference(metadata: dict[str, Any], text: str) -> list[int]:
-    """Joins the neighbours whose piece has the best score, the leftmost first, until none is."""
+    """Joins the adjacent tokens with the best score, leftmost first, until no pair is a token."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     kinds = metadata["tokenizer.ggml.token_type"]
     ids = {token: i for i, token in enumerate(tokens) if kinds[i] == 1}
@@ -277,7 +277,7 @@ def test_sentencepiece_special_and_user_tokens() -> None:
     assert ids.count(2) == 1
     assert ids.count(user) == 1
     assert tokenizer.special_ids == {0, 1, 2}
-    # Every stretch of text gets a space of its own, as in the models' own tokenizers.
+    # Every piece of text gets its own space, as in the original tokenizers.
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a</s> a[X] a"
 
 
@@ -289,8 +289,8 @@ def test_sentencepiece_without_a_first_space() -> None:
 
 
 def test_sentencepiece_as_in_transformers() -> None:
-    # Texts that begin with a space and texts after special tokens are left out: transformers puts
-    # a space only before the whole text, and not where it begins with one.
+    # Leaves out strings that begin with a space or follow special tokens: transformers adds a space
+    # only before the whole string, and none if it begins with one.
     metadata = sentencepiece_metadata(5)
     rng = random.Random(5)
     texts = ["a" + "".join(rng.choices("aabcdé  zü", k=rng.randrange(20))) for _ in range(300)]

@@ -12,7 +12,7 @@ from jaxserve.testing.tiny import write_checkpoint
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Path) -> Path:
-    """An installed package that must not be imported, with a GGUF file in a folder of it."""
+    """Installs a package that fails on import, with a GGUF file in one of its folders."""
     folder = tmp_path / "site" / "shipped_model"
     (folder / "data").mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError('imported')")

@@ -1,4 +1,4 @@
-"""Rules that give each tensor its place, and the checks on what a checkpoint has."""
+"""Rules assign tensors to parameters, and checkpoints that do not match are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint.mapping import Rule, Target, assemble, check_names, plan, transpose
+from jaxserve.checkpoint.mapping import Rule, Target, assemble, assign, check_names, transpose
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 
 RULES = (
@@ -37,9 +37,9 @@ def tensors(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def fill(tensors, targets, *, ignored=NONE) -> dict[str, np.ndarray]:
-    slots = plan(RULES, targets, num_layers=NUM_LAYERS)
+    destinations = assign(RULES, targets, num_layers=NUM_LAYERS)
     items = tensors.items() if isinstance(tensors, dict) else tensors
-    placed = assemble(items, slots, targets, dtype=np.dtype("float32"), ignored=ignored)
+    placed = assemble(items, destinations, targets, dtype=np.dtype("float32"), ignored=ignored)
     return {p.target: p.complete for p in placed if p.complete is not None}
 
 
@@ -70,8 +70,8 @@ def test_order_of_the_tensors_does_not_matter(tensors):
 
 
 def test_a_parameter_is_given_out_as_soon_as_it_is_complete(tensors):
-    slots = plan(RULES, APART, num_layers=NUM_LAYERS)
-    steps = assemble(tensors.items(), slots, APART, dtype=np.dtype("float16"), ignored=NONE)
+    destinations = assign(RULES, APART, num_layers=NUM_LAYERS)
+    steps = assemble(tensors.items(), destinations, APART, dtype=np.dtype("float16"), ignored=NONE)
     progress = [(p.target, p.num_bytes, p.complete is not None) for p in steps]
     assert progress == [
         ("embed.weight", 30, True),
@@ -111,23 +111,23 @@ def test_missing_tensor_is_named_by_both_checks(tensors):
     with pytest.raises(CheckpointError, match=r"lacks layers.0.q.weight$"):
         fill(tensors, STACKED)
     with pytest.raises(CheckpointError, match=r"lacks layers.0.q.weight$"):
-        check_names(list(tensors), plan(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
+        check_names(list(tensors), assign(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
 
 
 def test_unknown_tensor_is_named_by_both_checks(tensors):
-    """Also one that a rule knows, when this model has no such parameter."""
+    """A tensor is unknown even if a rule names it, when this model lacks the parameter."""
     tensors["layers.0.q.bias"] = np.zeros(4)
     with pytest.raises(CheckpointError, match=r"has layers.0.q.bias"):
         fill(tensors, STACKED)
     with pytest.raises(CheckpointError, match=r"has layers.0.q.bias"):
-        check_names(list(tensors), plan(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
+        check_names(list(tensors), assign(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
 
 
 def test_unknown_tensor_may_be_ignored(tensors):
     tensors["inv_freq"] = np.zeros(4)
     ignored = frozenset({"inv_freq"})
     assert set(fill(tensors, STACKED, ignored=ignored)) == set(STACKED)
-    check_names(list(tensors), plan(RULES, STACKED, num_layers=NUM_LAYERS), ignored=ignored)
+    check_names(list(tensors), assign(RULES, STACKED, num_layers=NUM_LAYERS), ignored=ignored)
 
 
 def test_tensor_that_comes_twice_is_named_by_both_checks(tensors):
@@ -136,7 +136,7 @@ def test_tensor_that_comes_twice_is_named_by_both_checks(tensors):
         fill(twice, STACKED)
     names = [name for name, _ in twice]
     with pytest.raises(CheckpointError, match="embed more than once"):
-        check_names(names, plan(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
+        check_names(names, assign(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
 
 
 def test_long_lists_are_cut_short():
@@ -147,9 +147,9 @@ def test_long_lists_are_cut_short():
 def test_rules_must_not_overlap():
     rules = (*RULES, Rule("embed", "embed.weight"))
     with pytest.raises(AssertionError, match="more than one rule is for embed"):
-        plan(rules, STACKED, num_layers=NUM_LAYERS)
+        assign(rules, STACKED, num_layers=NUM_LAYERS)
 
 
 def test_rules_must_fill_every_parameter():
     with pytest.raises(AssertionError, match="extra"):
-        plan(RULES, STACKED | {"extra": Target((1,))}, num_layers=NUM_LAYERS)
+        assign(RULES, STACKED | {"extra": Target((1,))}, num_layers=NUM_LAYERS)

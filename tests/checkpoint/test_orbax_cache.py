@@ -1,4 +1,4 @@
-"""Converted weights that are kept: the same bits, found again, and done without when damaged."""
+"""Cached weights come back bit by bit, and damaged entries are converted again."""
 
 import dataclasses
 import os
@@ -47,7 +47,7 @@ def restore(cache: WeightsCache, checkpoint, **forms: Any) -> Any:
 
 
 def keep(cache: WeightsCache, checkpoint, **forms: Any) -> Path:
-    """Puts weights into a cache; returns the folder of the entry."""
+    """Saves converted weights in a cache and returns the folder of the entry."""
     name = entry_name(checkpoint, **{**FORMS, **forms})
     cache.save(name, convert(checkpoint, **forms))
     return cache._folder / name
@@ -138,7 +138,7 @@ def scribble_in_the_manifest(entry: Path) -> None:
 
 
 def scribble_in_the_metadata(entry: Path) -> None:
-    """Files of the right size, in which there is nonsense."""
+    """Overwrites metadata files with nonsense of the same size."""
     for path in files_of(entry):
         if path.name in ("manifest.ocdbt", "_METADATA"):
             path.write_bytes(b"x" * path.stat().st_size)
@@ -156,7 +156,7 @@ def test_what_is_damaged_is_thrown_away_and_can_be_kept_anew(
     assert restore(cache, checkpoint) is None
     assert not entry.exists()
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "jaxserve"]
-    assert "is damaged, so weights are converted again" in warning
+    assert "is damaged; converting the weights again" in warning
     keep(cache, checkpoint)
     assert_same_bits(restore(cache, checkpoint), convert(checkpoint))
 
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_made_is_done_without(checkpoint, tmp_path, capl
     (tmp_path / "file").touch()
     cache = WeightsCache(tmp_path / "file" / "kept")
     keep(cache, checkpoint)
-    assert "cannot be kept" in caplog.text
+    assert "cannot cache converted weights" in caplog.text
     assert restore(cache, checkpoint) is None
 
 
@@ -193,7 +193,7 @@ def test_half_written_weights_are_never_found_and_are_removed_by_the_next(
     assert restore(cache, checkpoint) is None
     keep(cache, checkpoint)
     assert not left.exists()
-    assert busy.exists()  # by a process that lives
+    assert busy.exists()  # its process still runs
     assert restore(cache, checkpoint) is not None
 
     def breaks_off(path: Path, params: Any) -> None:

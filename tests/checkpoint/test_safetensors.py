@@ -61,7 +61,7 @@ def test_arrays_are_views_of_the_file(tmp_path: Path) -> None:
 
 def test_data_at_an_odd_offset(tmp_path: Path) -> None:
     header = json.dumps(entry()).encode()
-    header += b" " * (1 - len(header) % 2)  # an odd length, with which data starts at an odd byte
+    header += b" " * (1 - len(header) % 2)  # an odd header length puts the data at an odd offset
     values = np.array([1.5, -2.0], np.float32)
     path = write_raw(tmp_path / "odd", header, values.tobytes())
     ((_, array),) = SafetensorsFile(path).read(["w"])
@@ -92,8 +92,8 @@ def test_order_is_that_of_the_data(tmp_path: Path) -> None:
         (entry(offsets=(0,)), "entry of tensor w"),
         (entry(shape=(-2,)), "entry of tensor w"),
         (entry(shape=("2",)), "entry of tensor w"),
-        (entry(shape=(3,)), "needs 12 bytes, it has 8"),
-        (entry(offsets=(8, 0)), "needs 8 bytes, it has -8"),
+        (entry(shape=(3,)), "needs 12 bytes, but its range has 8"),
+        (entry(offsets=(8, 0)), "needs 8 bytes, but its range has -8"),
         (entry(dtype="F8_E4M3", offsets=(0, 2)), "dtype F8_E4M3, which is not supported"),
         (entry(offsets=(100, 108)), "cut short"),
     ],

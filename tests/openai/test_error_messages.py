@@ -44,7 +44,7 @@ CASES: list[tuple[Any, dict[str, Any], str, str]] = [
     (COMPLETION, {"prompt": [[1], []]}, "prompt", r"prompt\[1\]: the prompt is empty"),
     (COMPLETION, {"prompt": ["a", LONG]}, "prompt", "has 1000000 characters"),
     (COMPLETION, {"prompt": [[1], [1] * 999]}, "prompt", r"prompt\[1\]: .* has 999 tokens"),
-    (COMPLETION, {"prompt": [[1], [999]]}, "prompt", r"prompt\[1\]: token ids \[999\] are out"),
+    (COMPLETION, {"prompt": [[1], [999]]}, "prompt", r"prompt\[1\]: token IDs \[999\] are out"),
     (
         COMPLETION,
         {"prompt": [[1]] * 2, "max_tokens": 999},

@@ -1,4 +1,4 @@
-"""The scripts' folder on the path, as when one of them is run."""
+"""Adds the folder of the scripts to the path, as when one of them runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The set-up of the environment, with a stand-in for python and pip that records what is asked."""
+"""The set-up of the environment, with a fake python and pip that record their calls."""
 
 import os
 import shutil
@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PARALLEL = "-n 2 --dist loadfile"
-"""What the whole suite is run with."""
+"""Options of pytest for the whole suite."""
 
-# Called as an interpreter: answers the probes, makes a venv that holds itself, and logs the rest.
+# A fake interpreter: answers the probes, creates a venv with itself, and logs all other calls.
 FAKE_PYTHON = """#!/bin/bash
 log() { echo "$*" >>"$FAKE_LOG"; }
 case "$*" in
@@ -30,7 +30,7 @@ case "$*" in
         echo "  Downloading jax-0.12.0-py3-none-any.whl.metadata (13 kB)"
         echo "Downloading jax-0.12.0-py3-none-any.whl (3.5 MB)"
         echo "Installing collected packages: a, b, c"
-        # No $(seq ...): an interrupt while bash waits for one that is at its end would be lost.
+        # No $(seq ...): bash loses an interrupt that arrives while it waits for a finished child.
         for ((i = 0; i < ${FAKE_PIP_WORDS:-0}; i++)); do echo "Collecting more"; sleep 0.2; done
         sleep "${FAKE_PIP_SECONDS:-0}"
         ;;
@@ -39,7 +39,7 @@ esac
 """
 
 
-# Runs what it is given as a Python that says that it is 3.8.
+# Runs code in a Python that reports version 3.8.
 OLD_PYTHON = f"""exec {sys.executable} -c 'import sys
 sys.version_info = (3, 8, 0)
 exec(sys.argv[1])' "$2"
@@ -47,7 +47,7 @@ exec(sys.argv[1])' "$2"
 
 
 class Checkout:
-    """A copy of the scripts beside a pyproject.toml, and a PATH with the stand-in alone."""
+    """A copy of the scripts next to a pyproject.toml, and a PATH with only the fake python."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "check out"  # a space, so that missing quotes show
@@ -81,7 +81,7 @@ class Checkout:
         )
 
     def calls(self) -> list[str]:
-        """What was asked of python and pip since the last call of this."""
+        """Returns the calls of python and pip since the last call of this method."""
         lines = self.log.read_text().splitlines()
         self.log.write_text("")
         return lines
@@ -177,8 +177,8 @@ def test_an_installer_that_says_nothing_of_interest_still_shows_life(
 ) -> None:
     helper = checkout.root / "scripts" / "_venv.sh"
     text = helper.read_text()
-    assert "SIGN_OF_LIFE_S=3\n" in text
-    helper.write_text(text.replace("SIGN_OF_LIFE_S=3\n", "SIGN_OF_LIFE_S=1\n"))
+    assert "PROGRESS_S=3\n" in text
+    helper.write_text(text.replace("PROGRESS_S=3\n", "PROGRESS_S=1\n"))
     output = checkout.run("serve", "/a/model", **slow).stdout
     assert output.count("  ... ") >= 2
 
@@ -227,7 +227,7 @@ def test_another_name_of_the_same_interpreter_builds_nothing(checkout: Checkout)
 
 
 def add_pyenv(folder: Path, version: str) -> Path:
-    """The stand-in as an interpreter in a folder of pyenv's."""
+    """Installs the fake python in a folder of pyenv."""
     path = folder / "versions" / version / "bin" / "python"
     path.parent.mkdir(parents=True)
     path.write_text(FAKE_PYTHON)
@@ -284,7 +284,7 @@ def test_without_the_venv_module_it_says_what_to_install(checkout: Checkout) -> 
 
 
 def test_the_server_gets_the_signals(checkout: Checkout) -> None:
-    """The script becomes the server, so what stops the script stops the server."""
+    """The script becomes the server by exec, so signals to the script reach the server."""
     waits = FAKE_PYTHON.replace('log "run $*"', 'echo "pid $$"; exec sleep 60')
     checkout.add_python("python3.12", waits)
     process = subprocess.Popen(
@@ -307,7 +307,7 @@ def test_the_server_gets_the_signals(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]])
 def test_a_script_beside_the_clone_imports_the_package(tmp_path: Path, how: list[str]) -> None:
-    """A folder that is named as the package does not come before it."""
+    """A folder in the current directory with the name of the package is not imported."""
     try:
         metadata.distribution("jaxserve")
     except metadata.PackageNotFoundError:

@@ -80,9 +80,8 @@ def test_embeddings_match_the_reference(server, tiny_model) -> None:
         expected = states[-1] / np.linalg.norm(states[-1])
         count = len(states)
         assert_close(last.data[i].embedding, expected, num_tokens=count)
-        assert_close(
-            mean.data[i].embedding, states.mean(0), num_tokens=2 * count
-        )  # the mean adds rounding errors
+        # Twice the tokens, because the mean adds rounding errors.
+        assert_close(mean.data[i].embedding, states.mean(0), num_tokens=2 * count)
     assert_close(again.data[0].embedding, last.data[1].embedding, num_tokens=len(hidden[1]))
     assert last.usage.prompt_tokens == last.usage.total_tokens == 110
 

@@ -129,13 +129,13 @@ def test_js_027_an_incomplete_tool_call_is_not_a_call(
     )
     messages = [{"role": "user", "content": f"<{start}>"}]
     request = {"messages": messages, "tools": TOOLS, "max_tokens": 10, **more}
-    whole = server.post(CHAT, request).json()["choices"][0]
+    complete = server.post(CHAT, request).json()["choices"][0]
     streamed = server.stream(CHAT, request)
-    assert (whole["message"]["content"] or "") == streamed.text()
+    assert (complete["message"]["content"] or "") == streamed.text()
     assert streamed.text().startswith("Sure <tool_c" if start == "half" else "Hi ")
-    assert whole["finish_reason"] == streamed.finish_reason()
-    assert whole["finish_reason"] == ("length" if "max_tokens" in more else "stop")
-    assert "tool_calls" not in whole["message"]
+    assert complete["finish_reason"] == streamed.finish_reason()
+    assert complete["finish_reason"] == ("length" if "max_tokens" in more else "stop")
+    assert "tool_calls" not in complete["message"]
     assert not any(choice["delta"].get("tool_calls") for choice in streamed.choices())
 
 
@@ -201,7 +201,7 @@ TWO_END_IDS = {"eos_token_id": [EOS_ID, END_ID]}
 
 @pytest.fixture(scope="module")
 def serve_with_two_ends(serve, scripted_checkpoint):
-    """``serve_with_two_ends(where)`` serves a model whose second end token is in the file ``where``."""
+    """``serve_with_two_ends(where)`` serves a model; the file ``where`` names its second end token."""
 
     def make(where="generation_config", **flags):
         options = {"special": (END,)} | ({where: TWO_END_IDS} if where else {})
@@ -279,9 +279,9 @@ def test_js_041_stop_reason_names_the_stop_string_or_token(serve_with_two_ends, 
     (ok,) = server.complete("<end>", max_tokens=1, return_token_ids=True)["choices"][0]["token_ids"]
     by_id = generate(server, path, "<end>", stop_token_ids=[ok])
     assert (by_id["stop_reason"], by_id["finish"], by_id["text"]) == (ok, "stop", "")
-    by_second = generate(server, path, "<end>")
-    assert by_second["stop_reason"] in (END_ID, None)
-    assert by_second["finish"] == "stop"
+    by_second_end_token = generate(server, path, "<end>")
+    assert by_second_end_token["stop_reason"] in (END_ID, None)
+    assert by_second_end_token["finish"] == "stop"
     plain = generate(serve_with_two_ends(None), path, "<end>")
     assert (plain["stop_reason"], plain["finish"]) == (None, "stop")
 
@@ -310,5 +310,5 @@ def test_js_044_overriding_a_default_keeps_the_end_tokens(serve_with_two_ends, o
     for path in (COMPLETIONS, CHAT):
         result = generate(server, path, "<end>", max_tokens=20)
         assert (result["text"], result["finish"]) == ("ok", "stop")
-    none = serve_with_two_ends(generation_config="none")
-    assert generate(none, CHAT, "<end>", max_tokens=20)["text"] == "ok"
+    without_generation_config = serve_with_two_ends(generation_config="none")
+    assert generate(without_generation_config, CHAT, "<end>", max_tokens=20)["text"] == "ok"

@@ -120,8 +120,8 @@ def test_js_085_each_row_uses_its_own_parameters(server, reference, num_rows) ->
     for parity in (0, 1):
         kinds = [{"temperature": 0} if i % 2 == parity else sampled for i in range(num_rows)]
         bodies = [body(6, p, **kind) for p, kind in zip(prompts, kinds, strict=True)]
-        got = generate_together(server, bodies)
-        for prompt, kind, tokens in zip(prompts, kinds, got, strict=True):
+        completions = generate_together(server, bodies)
+        for prompt, kind, tokens in zip(prompts, kinds, completions, strict=True):
             logits = reference.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
             ranks = [(row > row[token]).sum() for row, token in zip(logits, tokens, strict=True)]
             assert max(ranks) <= (2 if kind is sampled else 0)
@@ -358,12 +358,12 @@ def test_js_099_a_bias_may_name_every_token(serve, tmp_path, server) -> None:
     assert error["param"] == "logit_bias"
     config = tiny_config(vocab_size=50_000)
     path = write_checkpoint(tmp_path / "wide", config, tokenizer=full_backend(VOCAB_SIZE))
-    wide = serve(path)
+    wide_server = serve(path)
     bias = {str(i): -50 for i in range(50_000)}
-    plain = generate(wide, 3, temperature=0)
-    assert generate(wide, 3, temperature=0, logit_bias=bias) == plain
+    plain = generate(wide_server, 3, temperature=0)
+    assert generate(wide_server, 3, temperature=0, logit_bias=bias) == plain
     bias["49999"] = 0
-    assert generate(wide, 3, temperature=0, logit_bias=bias) == [49_999] * 3
+    assert generate(wide_server, 3, temperature=0, logit_bias=bias) == [49_999] * 3
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -69,7 +69,7 @@ def test_js_106_a_disconnect_aborts_every_choice(server, path, num_prompts, stre
         before = num_aborted()
         with httpx.Client(base_url=server.url) as client:
             if stream:
-                read_three(client, path, request)
+                read_three_events(client, path, request)
             else:
                 with contextlib.suppress(httpx.ReadTimeout):
                     client.post(path, json=request, timeout=0.05)
@@ -78,7 +78,7 @@ def test_js_106_a_disconnect_aborts_every_choice(server, path, num_prompts, stre
     server.good_request()
 
 
-def read_three(client, path, request):
+def read_three_events(client, path, request):
     """Reads three events of a stream and disconnects."""
     with client.stream("POST", path, json=request) as reply:
         lines = reply.iter_lines()

@@ -199,14 +199,14 @@ def test_js_122_unknown_models_are_refused(server, path, name, stream) -> None:
 
 @BOTH_ENDPOINTS
 def test_js_124_values_of_another_type_are_refused(server, path) -> None:
-    wrong_of = {
+    wrong_values = {
         float: ["0.7", True, False, [1], {}, "x"],
         int: ["5", True, False, 1.5, 1.0, [], {}],
         bool: ["true", "false", 1, 0, "", [], {}],
         str: [5, True, [], {}],
     }
     cases = 0
-    for kind, values in wrong_of.items():
+    for kind, values in wrong_values.items():
         for name in fields_of(path, kind):
             for value in values:
                 reply = server.post(path, body(path, **{name: value}))

@@ -195,8 +195,8 @@ def test_js_132_a_chat_without_a_template_is_refused(serve, scripted_checkpoint,
     assert server.complete("<ab>", max_tokens=5)["choices"][0]["text"] == "AB"
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages[-1].content }}")
-    given = serve(path, chat_template=file)
-    assert given.chat("<ab>")["choices"][0]["message"]["content"] == "AB"
+    server_with_template = serve(path, chat_template=file)
+    assert server_with_template.chat("<ab>")["choices"][0]["message"]["content"] == "AB"
 
 
 @pytest.fixture(scope="module")
@@ -336,9 +336,9 @@ def test_js_142_skip_special_tokens_applies_to_the_completion(
         (True, "x<think>y"),
         (False, "x<special><think>y"),
     ):
-        asked = {**body, "skip_special_tokens": skip}
-        streamed = server.stream(path, asked)
-        (choice,) = server.post(path, asked).json()["choices"]
+        request = {**body, "skip_special_tokens": skip}
+        streamed = server.stream(path, request)
+        (choice,) = server.post(path, request).json()["choices"]
         assert streamed.finish_reason() == choice["finish_reason"] == "stop"
         whole = choice["message"]["content"] if path == CHAT else choice["text"]
         assert whole == streamed.text() == text

@@ -119,8 +119,8 @@ def test_js_160_a_disconnect_aborts_a_stream(long_server) -> None:
 def test_js_161_a_disconnect_aborts_a_request_without_a_stream(long_server, path) -> None:
     before = num_finished(long_server, "abort")
     body = {**ENDLESS, "messages": [{"role": "user", "content": "x"}], "n": 2}
-    with httpx.Client(base_url=long_server.url) as impatient:
-        client_thread = threading.Thread(target=post_until_timeout, args=(impatient, path, body))
+    with httpx.Client(base_url=long_server.url) as client:
+        client_thread = threading.Thread(target=post_until_timeout, args=(client, path, body))
         client_thread.start()
         long_server.until(lambda: long_server.metric("num_requests_running") == 2)
         client_thread.join()
@@ -218,44 +218,45 @@ def test_js_166_every_reply_has_a_request_id(server) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "given_id",
     [
         *(b"x" * 60_000, b"x" * 500, b"x" * 129, b"a\tb", b"a b", b"", "\u4e2d".encode(), b"\xff"),
         *(b'a"b', b"a{b}", b"<script>", b"a\\nb", b"data: x", b"../x"),
     ],
 )
-def test_js_167_invalid_request_ids_are_replaced(server, caplog, given) -> None:
+def test_js_167_invalid_request_ids_are_replaced(server, caplog, given_id) -> None:
     body = {"prompt": [1, 2], "max_tokens": 9, "ignore_eos": True, "stream": True}
-    headers = [(b"x-request-id", given)]
+    headers = [(b"x-request-id", given_id)]
     reply = server.http.post(COMPLETIONS, json=body, headers=headers)
     assert reply.status_code == 200
     replacement = reply.headers["x-request-id"]
-    assert replacement.encode() != given
+    assert replacement.encode() != given_id
     assert replacement.isascii()
     assert 0 < len(replacement) <= 128
     assert len(reply.content) < 10_000
-    assert not given or given not in reply.content
+    assert not given_id or given_id not in reply.content
     assert f'"id":"cmpl-{replacement}"'.encode() in reply.content
-    if len(given) > 100:
-        assert given.decode() not in caplog.text
+    if len(given_id) > 100:
+        assert given_id.decode() not in caplog.text
     refused = server.http.post(COMPLETIONS, json={**body, "n": 0}, headers=headers)
     assert refused.status_code == 400
     with contextlib.suppress(UnicodeDecodeError):
-        body |= {"request_id": given.decode(), "stream": False}
+        body |= {"request_id": given_id.decode(), "stream": False}
         reply = server.post(COMPLETIONS, body)
         assert reply.status_code == 200
         assert len(reply.json()["id"]) < 200
-        assert given.decode() != reply.headers["x-request-id"]
+        assert given_id.decode() != reply.headers["x-request-id"]
 
 
 def test_js_170_long_prompts_are_encoded_outside_the_event_loop(server, monkeypatch) -> None:
     """While three long prompts are encoded, other requests are served."""
-    encode, may_go_on, count = server.tokenizer.encode, threading.Event(), threading.Semaphore(0)
+    encode = server.tokenizer.encode
+    may_continue, starts = threading.Event(), threading.Semaphore(0)
 
     def slow_encode(text, **options):
         if len(text) > 100_000:
-            count.release()
-            assert may_go_on.wait(60)
+            starts.release()
+            assert may_continue.wait(60)
         return encode(text, **options)
 
     monkeypatch.setattr(server.tokenizer, "encode", slow_encode)
@@ -270,31 +271,31 @@ def test_js_170_long_prompts_are_encoded_outside_the_event_loop(server, monkeypa
             )
         ]
         for _ in waiting:
-            assert count.acquire(timeout=60)
+            assert starts.acquire(timeout=60)
         assert server.http.get("/health").status_code == 200
         assert server.stream_complete([1, 2], max_tokens=20, ignore_eos=True).done
         assert not any(request.done() for request in waiting)
-        may_go_on.set()
+        may_continue.set()
     assert [request.result().status_code for request in waiting] == [200, 200, 200]
 
 
 def test_js_170_long_chats_are_rendered_outside_the_event_loop(server, monkeypatch) -> None:
-    begun, may_go_on = threading.Event(), threading.Event()
+    started, may_continue = threading.Event(), threading.Event()
 
     def slow_render(*args, **options):
-        begun.set()
-        assert may_go_on.wait(60)
+        started.set()
+        assert may_continue.wait(60)
         return "hello"
 
     monkeypatch.setattr("jaxserve.openai.prompts.render_chat", slow_render)
     text = "hello world " * (2**20 // 12)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(server.chat, text, max_tokens=1)
-        assert begun.wait(60)
+        assert started.wait(60)
         assert server.http.get("/health").status_code == 200
         assert server.stream_complete([1, 2], max_tokens=20, ignore_eos=True).done
         assert not waiting.done()
-        may_go_on.set()
+        may_continue.set()
     assert waiting.result()["usage"]["prompt_tokens"] == 1
 
 

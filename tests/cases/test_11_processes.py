@@ -171,8 +171,8 @@ def test_js_168_the_death_of_the_engine_fails_its_requests(folder, tmp_path) -> 
     ("loaded", "to_group", "times"), [(False, False, 1), (True, True, 1), (True, False, 2)]
 )
 def test_js_171_an_interrupt_stops_all_processes(folder, tmp_path, loaded, to_group, times) -> None:
-    patience = "0.3" if times == 1 else "60"
-    flags = ("--port", 0, "--shutdown-timeout", patience, *FAKE)
+    shutdown_timeout = "0.3" if times == 1 else "60"
+    flags = ("--port", 0, "--shutdown-timeout", shutdown_timeout, *FAKE)
     with program(MODEL, *flags, cwd=folder, TMPDIR=str(tmp_path)) as server:
         url, processes = server.url, server.processes()
         with contextlib.ExitStack() as stack:
@@ -324,8 +324,8 @@ def test_js_177_socket_paths_are_short_and_private(tmp_path, monkeypatch, name) 
         for address in (folder.events, folder.requests(999)):
             path = Path(address.removeprefix("ipc://"))
             assert len(os.fsencode(path)) <= MAX_SOCKET_PATH
-            with socket.socket(socket.AF_UNIX) as bound:
-                bound.bind(str(path))
+            with socket.socket(socket.AF_UNIX) as unix_socket:
+                unix_socket.bind(str(path))
         assert Path(folder.path).stat().st_mode & 0o777 == 0o700
     finally:
         folder.remove()

@@ -269,15 +269,15 @@ def test_js_192_cached_models_are_opened_without_a_network(random_checkpoint, tm
         timeout=60,
     )
     *opened, missing, incomplete = result.stdout.splitlines()
-    own = ModelFiles.open(ModelConfig(model=str(random_checkpoint))).tokenizer.vocab_size
-    smaller = ModelFiles.open(ModelConfig(model=str(other))).tokenizer.vocab_size
-    assert smaller < own
+    full_size = ModelFiles.open(ModelConfig(model=str(random_checkpoint))).tokenizer.vocab_size
+    small_size = ModelFiles.open(ModelConfig(model=str(other))).tokenizer.vocab_size
+    assert small_size < full_size
     num_tensors = 2 * 9 + 3
     assert opened == [
-        f"OPENED rand {own} {num_tensors}",
-        f"OPENED org/name {own} {num_tensors}",
-        f"OPENED rand {smaller} {num_tensors}",
-        f"OPENED org/name {smaller} {num_tensors}",
+        f"OPENED rand {full_size} {num_tensors}",
+        f"OPENED org/name {full_size} {num_tensors}",
+        f"OPENED rand {small_size} {num_tensors}",
+        f"OPENED org/name {small_size} {num_tensors}",
     ]
     assert missing.startswith("REFUSED")
     assert "org/missing" in missing

@@ -118,12 +118,12 @@ def test_js_195_prompts_of_whole_blocks_can_be_repeated(server, reference, lengt
 
 def test_js_195_prompts_of_whole_blocks_can_be_scored_again(server, reference) -> None:
     prompt = ids(8, 8)
-    wanted = reference.logprobs(prompt)[np.arange(7), prompt[1:]]
+    expected = reference.logprobs(prompt)[np.arange(7), prompt[1:]]
     for _ in range(3):
         (choice,) = generate(server, prompt, 1, echo=True)
         first, *rest = choice["logprobs"]["token_logprobs"][:8]
         assert first is None
-        assert_close(rest, wanted, num_tokens=len(prompt))
+        assert_close(rest, expected, num_tokens=len(prompt))
 
 
 def test_js_198_a_block_is_not_freed_while_a_request_uses_it(server, reference) -> None:
@@ -251,11 +251,11 @@ def test_js_203_preemption_does_not_change_streams(small_server) -> None:
     num_prompt_tokens = 0
     for index, prompt in enumerate(prompts):
         alone = small_server.stream(COMPLETIONS, body(prompt, 20, **with_usage))
-        wanted, got = joined(alone, 0), joined(together, index)
-        assert len(wanted["ids"]) == len(wanted["tokens"]) == 20
+        expected, actual = joined(alone, 0), joined(together, index)
+        assert len(expected["ids"]) == len(expected["tokens"]) == 20
         num_tokens = len(prompt) + 20
-        assert_close(got.pop("logprobs"), wanted.pop("logprobs"), num_tokens=num_tokens)
-        assert got == wanted
+        assert_close(actual.pop("logprobs"), expected.pop("logprobs"), num_tokens=num_tokens)
+        assert actual == expected
         num_prompt_tokens += alone.usage["prompt_tokens"]
         assert alone.usage["completion_tokens"] == 20
     assert together.usage["prompt_tokens"] == num_prompt_tokens == 8 + 9 + 10 + 11
@@ -273,9 +273,9 @@ def test_js_205_preemption_does_not_change_scores_of_prompts(small_server, refer
             assert len(one[key]) == len(prompt) + 20
         assert one["token_logprobs"][0] is other["token_logprobs"][0] is None
         sequence = [*prompt, *reference.greedy(prompt, 20)]
-        wanted = reference.logprobs(sequence)[np.arange(len(sequence) - 1), sequence[1:]]
+        expected = reference.logprobs(sequence)[np.arange(len(sequence) - 1), sequence[1:]]
         for logprobs in (one, other):
-            assert_close(logprobs["token_logprobs"][1:], wanted, num_tokens=len(sequence))
+            assert_close(logprobs["token_logprobs"][1:], expected, num_tokens=len(sequence))
             assert len(logprobs["top_logprobs"]) == len(sequence)
 
 
@@ -312,7 +312,7 @@ def test_js_206_a_long_prompt_does_not_delay_a_stream(long_server) -> None:
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory) -> tuple[Path, Reference]:
+def windowed_checkpoint(tmp_path_factory) -> tuple[Path, Reference]:
     """A Mistral checkpoint whose layers see 8 positions, and its reference."""
     config = tiny_config("MistralForCausalLM", sliding_window=8)
     tensors = random_tensors(config)
@@ -321,9 +321,11 @@ def windowed(tmp_path_factory) -> tuple[Path, Reference]:
     return folder, Reference(tensors, windows=(8, 8))
 
 
-def test_js_207_sequences_longer_than_the_window_match_the_reference(serve, windowed) -> None:
+def test_js_207_sequences_longer_than_the_window_match_the_reference(
+    serve, windowed_checkpoint
+) -> None:
     """Prompts run in chunks of 8 tokens and blocks of 4: alone, again, and all together."""
-    folder, reference = windowed
+    folder, reference = windowed_checkpoint
     server = serve(folder, block_size=4, max_num_batched_tokens=8)
     prompts = [ids(120 + length, length) for length in range(6, 21)]
     for prompt in prompts[::4]:
@@ -385,10 +387,10 @@ def test_js_208_windows_may_be_off_or_in_some_layers_only(
     tensors = random_tensors(config)
     folder = write_checkpoint(tmp_path / "x", config, tensors)
     text = ids(130, 24)
-    wanted = Reference(tensors, windows=windows).logits(text)
-    assert_close(logits_of(folder, text), wanted, num_tokens=len(text), config=config)
+    expected = Reference(tensors, windows=windows).logits(text)
+    assert_close(logits_of(folder, text), expected, num_tokens=len(text), config=config)
     other = (8, 8) if windows == (None, None) else (None, None)
-    assert np.abs(Reference(tensors, windows=other).logits(text) - wanted).max() > 0.01
+    assert np.abs(Reference(tensors, windows=other).logits(text) - expected).max() > 0.01
 
 
 def test_js_208_a_window_without_a_size_is_refused(tmp_path: Path) -> None:
@@ -403,13 +405,13 @@ def compiled_programs(caplog) -> Iterator[list[str]]:
     """The names of the programs that JAX compiles, in any thread, while the test runs."""
     names: list[str] = []
 
-    class Names(logging.Handler):
+    class CompileLogHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             message = record.getMessage()
             if message.startswith("Compiling "):
                 names.append(message.split()[1])
 
-    handler = Names()
+    handler = CompileLogHandler()
     logger = logging.getLogger("jax")
     jax.config.update("jax_log_compiles", True)
     logger.addHandler(handler)

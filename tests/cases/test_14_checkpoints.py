@@ -169,10 +169,10 @@ def truncated_shard(folder: Path) -> str:
 )
 def test_js_216_files_that_do_not_match_the_index_are_refused(tmp_path: Path, damage) -> None:
     folder = write(tmp_path / "x", num_shards=3)
-    named = damage(folder)
+    mentioned = damage(folder)
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(str(folder))
-    assert named in single_line_message(caught)
+    assert mentioned in single_line_message(caught)
 
 
 def test_js_217_a_missing_weight_stops_the_server(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_js_217_a_missing_weight_stops_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "expected", "got"),
+    ("changes", "name", "expected", "actual"),
     [
         ({"vocab_size": 500}, "lm_head.weight", (500, 64), (512, 64)),
         ({"vocab_size": 600}, "lm_head.weight", (600, 64), (512, 64)),
@@ -199,13 +199,13 @@ def test_js_217_a_missing_weight_stops_the_server(tmp_path: Path) -> None:
         ({"num_key_value_heads": 4}, "k_proj.weight", (64, 64), (64, 32)),
     ],
 )
-def test_js_218_wrong_shapes_are_refused(tmp_path: Path, changes, name, expected, got) -> None:
+def test_js_218_wrong_shapes_are_refused(tmp_path: Path, changes, name, expected, actual) -> None:
     with pytest.raises(CheckpointError) as caught:
         logits_of(write(tmp_path / "x", **changes), SEQUENCE)
     message = single_line_message(caught)
     assert name in message
     assert str(expected) in message
-    assert str(got) in message
+    assert str(actual) in message
 
 
 def test_js_218_a_transposed_matrix_is_refused(tmp_path: Path) -> None:
@@ -441,9 +441,9 @@ def test_js_227_weights_are_widened_exactly(tmp_path: Path, weights: str, key) -
     names = {"dtype": ABSENT, **({key: weights} if key else {})}
     folder = write(tmp_path / "x", tensors, weights=weights, **names)
     stored = {name: tensor.astype(weights) for name, tensor in tensors.items()}
-    wanted = Reference(stored).logits(SEQUENCE)
-    assert np.isfinite(wanted).all()
-    assert_close(logits_of(folder, SEQUENCE), wanted, num_tokens=len(SEQUENCE))
+    expected = Reference(stored).logits(SEQUENCE)
+    assert np.isfinite(expected).all()
+    assert_close(logits_of(folder, SEQUENCE), expected, num_tokens=len(SEQUENCE))
 
 
 @pytest.mark.parametrize("auto", ["float32", "bfloat16"])
@@ -464,6 +464,6 @@ def test_js_227_the_engine_reports_its_dtype_at_the_start(
 
 
 def test_js_227_float16_logits_match_the_reference(random_checkpoint) -> None:
-    wanted = Reference(dict(open_checkpoint(str(random_checkpoint)).tensors())).logits(SEQUENCE)
+    expected = Reference(dict(open_checkpoint(str(random_checkpoint)).tensors())).logits(SEQUENCE)
     logits = logits_of(random_checkpoint, SEQUENCE, dtype="float16")
-    assert_close(logits, wanted, num_tokens=len(SEQUENCE), dtype="float16")
+    assert_close(logits, expected, num_tokens=len(SEQUENCE), dtype="float16")

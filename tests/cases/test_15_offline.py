@@ -283,7 +283,7 @@ def existing_folder(batch: Batch) -> Sequence[str]:
     return ("--overwrite",)
 
 
-def below_a_file(batch: Batch) -> Sequence[str]:
+def path_below_a_file(batch: Batch) -> Sequence[str]:
     batch.output.write_text("precious\n")
     batch.output = batch.output / "out.jsonl"
     return ()
@@ -295,7 +295,7 @@ def existing_results(batch: Batch) -> Sequence[str]:
 
 
 @pytest.mark.parametrize(
-    "output", [missing_folder, existing_folder, below_a_file, existing_results]
+    "output", [missing_folder, existing_folder, path_below_a_file, existing_results]
 )
 def test_js_233_an_unusable_output_path_is_refused(batch: Batch, capsys, output) -> None:
     """The model does not exist, so the error must be found before the model is loaded."""

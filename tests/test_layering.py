@@ -4,6 +4,7 @@ The front process must not load jax, and a scheduling policy must be testable wi
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -164,6 +165,15 @@ def test_a_module_imports_no_higher_layer(module: str) -> None:
         name for name in project_imports(module) if name != "jaxserve" and layer(name) not in below
     }
     assert not wrong
+
+
+def test_the_documents_list_the_packages_in_this_order() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, table = text.partition("## The packages")
+    rows = re.findall(r"^\|[^|]*\| `([\w/]+)[`/]", table, re.MULTILINE)
+    listed = [name.rstrip("/").replace("/", ".") for name in rows]
+    assert len(listed) > 15
+    assert listed == sorted(listed, key=LAYERS.index, reverse=True)
 
 
 def all_imports(module: str) -> frozenset[str]:

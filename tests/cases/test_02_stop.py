@@ -201,7 +201,7 @@ TWO_END_IDS = {"eos_token_id": [EOS_ID, END_ID]}
 
 @pytest.fixture(scope="module")
 def serve_with_two_ends(serve, scripted_checkpoint):
-    """``serve_with_two_ends(where)`` serves a model; the file ``where`` names its second end token."""
+    """``serve_with_two_ends(where)`` serves a model; file ``where`` names its second end token."""
 
     def make(where="generation_config", **flags):
         options = {"special": (END,)} | ({where: TWO_END_IDS} if where else {})

@@ -1,3 +1,5 @@
+"""Think blocks, including blocks that the prompt begins or ends."""
+
 import pytest
 
 from jaxserve.parsing.events import ContentDelta, ReasoningDelta
@@ -28,7 +30,7 @@ CLOSED_PROMPT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
-def test_think_blocks(read_cut, name, prompt, text, reasoning, content):
+def test_separates_think_blocks_from_content(read_cut, name, prompt, text, reasoning, content):
     completion = read_cut(lambda: reasoning_parser(name, prompt=prompt), text)
     assert (completion.reasoning, completion.content) == (reasoning, content)
 

@@ -62,7 +62,7 @@ def read_any_way() -> Callable:
     return check
 
 
-def test_reasoning_content_and_calls(read_any_way) -> None:
+def test_separates_reasoning_content_and_calls(read_any_way) -> None:
     text = f"<think>hmm é</think>hello {CALL}"
     reasoning, content, calls, stop, used = read_any_way(text)
     assert (reasoning, content, calls) == ("hmm é", "hello", '[f]{"a": "hello!"}')

@@ -42,7 +42,7 @@ def test_each_completion_has_its_index_seed_and_id() -> None:
     assert all(name.startswith("r-") for name in ids)
 
 
-def test_the_engine_gets_no_stop_string_and_the_front_keeps_them() -> None:
+def test_stop_strings_stay_in_the_front() -> None:
     (task,) = tasks_of(params=SamplingParams(stop=("x",)))
     assert task.submit.params.stop == ()
     assert task.params.stop == ("x",)

@@ -94,6 +94,6 @@ def test_finish_reasons_have_the_names_of_the_api() -> None:
     ]
 
 
-def test_a_step_of_many_requests_is_small() -> None:
+def test_the_message_of_a_step_with_many_requests_is_small() -> None:
     outputs = [m.RequestOutput(f"request-{i}", [12345]) for i in range(64)]
     assert len(m.encode(m.StepOutputs(0, outputs, m.StepStats()))) < 64 * 40

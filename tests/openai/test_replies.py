@@ -60,7 +60,7 @@ def choices_of(chunks: list[dict[str, Any]], index: int = 0) -> list[dict[str, A
     return [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
 
 
-async def test_a_completion_reply_has_these_fields() -> None:
+async def test_a_completion_reply_has_the_expected_fields() -> None:
     reply = await complete(scripted_text_engine("he"), {"prompt": [1] * 20})
     assert reply.pop("id").startswith("cmpl-")
     assert reply.pop("system_fingerprint").startswith("jaxserve-")
@@ -86,7 +86,7 @@ async def test_a_completion_reply_has_these_fields() -> None:
     }
 
 
-async def test_a_chat_reply_has_these_fields() -> None:
+async def test_a_chat_reply_has_the_expected_fields() -> None:
     reply = await ask(scripted_text_engine("he"), {})
     assert reply.pop("id").startswith("chatcmpl-")
     assert reply.pop("system_fingerprint").startswith("jaxserve-")
@@ -108,7 +108,7 @@ async def test_a_chat_reply_has_these_fields() -> None:
     }
 
 
-async def test_completion_chunks_have_these_bytes() -> None:
+async def test_completion_chunks_have_the_expected_bytes() -> None:
     text_engine = scripted_text_engine("hello é")
     body = {"prompt": [1, 2], "stop": ["!"], **USAGE}
     job = await completions.prepare(
@@ -134,7 +134,7 @@ async def test_completion_chunks_have_these_bytes() -> None:
     ]
 
 
-async def test_chat_chunks_have_these_bytes() -> None:
+async def test_chat_chunks_have_the_expected_bytes() -> None:
     text_engine = scripted_text_engine("hello")
     body = {"messages": MESSAGES, "stream": True}
     job = await chat.prepare(

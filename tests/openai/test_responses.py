@@ -101,7 +101,7 @@ def check_order(events: list[dict[str, Any]]) -> None:
     assert all(item["done"] for item in built)
 
 
-async def test_the_stream_of_a_text_has_these_events() -> None:
+async def test_the_stream_of_a_text_has_the_expected_events() -> None:
     events = await stream(make_text_engine("hello world"), {})
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created",
@@ -118,7 +118,7 @@ async def test_the_stream_of_a_text_has_these_events() -> None:
     assert events[0]["response"]["output"] == []
 
 
-async def test_a_reply_has_these_fields() -> None:
+async def test_a_reply_has_the_expected_fields() -> None:
     body = {"instructions": "be", "metadata": {"a": "b"}, "temperature": 0.5, "store": True}
     reply = await ask(make_text_engine("hello"), body)
     assert reply["id"].startswith("resp_")

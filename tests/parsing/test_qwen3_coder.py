@@ -44,7 +44,7 @@ def call(name, *values):
         ),
         (call("g", "<parameter=k>v</parameter>"), "", [("g", {"k": "v"})]),
         (call("g", "<parameter=k></parameter>") + " ok", " ok", [("g", {"k": ""})]),
-        # Tags that models leave out.
+        # Models sometimes omit tags.
         ("<function=g>\n</function>\nDone", "\nDone", [("g", {})]),
         ("<tool_call><function=g></tool_call>", "", [("g", {})]),
         (

@@ -17,11 +17,11 @@ CLOSED_PROMPT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         ("", "<think>\n\n</think>\n\nHello", "", "Hello"),
         ("", "<think></think>", "", ""),
         ("", "<think>a <think> b</think> c </think> d", "a <think> b", "c </think> d"),
-        # Cut off.
+        # Truncated blocks.
         ("", "<think>\nplan\n\n", "plan\n\n", ""),
         ("", "<think>plan </thi", "plan </thi", ""),
         ("", "<think>", "", ""),
-        # Opened or closed by the prompt.
+        # Blocks that the prompt opens or closes.
         (OPEN_PROMPT, "\nplan\n</think>\n\nHello", "plan", "Hello"),
         (OPEN_PROMPT, "<think>\nplan</think>Hello", "plan", "Hello"),
         (OPEN_PROMPT, "plan", "plan", ""),

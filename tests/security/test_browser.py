@@ -65,7 +65,7 @@ async def test_rejects_foreign_host_names(host) -> None:
             for method in ("GET", "HEAD", "OPTIONS", *ANY_METHOD):
                 reply = await client.request(method, path, headers={"host": host})
                 assert (reply.status_code == 403) == (path not in OPEN_PATHS), (method, path)
-        # To the browser, such a page has the same origin as the server.
+        # To the browser, a page of this host has the same origin as the server.
         headers = {"host": host, "origin": f"http://{host}"}
         reply = await client.post("/v1/completions", json=BODY, headers=headers)
         assert reply.status_code == 403

@@ -199,7 +199,7 @@ async def test_detokenize_reverses_tokenize(make_client, text_engine) -> None:
         assert without.json()["count"] < reply.json()["count"]
 
 
-async def test_version_probes_and_load(make_client, text_engine) -> None:
+async def test_version_probes_and_load_respond(make_client, text_engine) -> None:
     async with make_client() as client:
         assert (await client.get("/version")).json() == {"version": __version__}
         for method, path in (("GET", "/health"), ("GET", "/live"), ("POST", "/ping")):

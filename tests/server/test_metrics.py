@@ -11,7 +11,7 @@ PROMPT = {"prompt": [1] * 20, "max_tokens": 2}
 
 
 def parse(page: str) -> dict[str, dict[tuple, float]]:
-    """Returns the values of the samples by name and labels, without the labels that all have."""
+    """Returns the values of the samples by name and by the labels that are not common to all."""
     found: dict[str, dict[tuple, float]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

@@ -165,7 +165,7 @@ def test_the_real_client_reads_whole_and_streamed_chats(client: openai.OpenAI) -
     assert all(len(entry.top_logprobs) == 2 for entry in logprobs)
 
 
-def test_several_choices_and_prompts(client: openai.OpenAI) -> None:
+def test_n_and_several_prompts_return_several_choices(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(**CHAT, max_tokens=5, n=3, seed=1)
     assert [choice.index for choice in chat.choices] == [0, 1, 2]
     batch = client.completions.create(

@@ -89,7 +89,7 @@ def test_other_requests_run_while_a_grammar_is_compiled(core, compiler):
 
 
 def test_a_constraint_sees_each_token_once_in_order(core, compiler):
-    """Also with a step in flight and after preemption: only one request fits at a time."""
+    """Six requests share four rows, also while another step is in flight."""
     constraints = {name: ThreeTokens() for name in "abcdef"}
     for name, constraint in constraints.items():
         core.add(submit(name, ANY))

@@ -158,7 +158,7 @@ def test_the_end_token_is_allowed_only_where_the_text_may_end(make_constraint):
 
 
 def test_a_text_that_cannot_continue_ends_at_once(make_constraint):
-    """The end needs no end token, so min_tokens and ignore_eos cannot delay it."""
+    """No end token is needed, so min_tokens and ignore_eos cannot delay the end."""
     hello = TOKENIZER.encode("hello")
     for options in ({}, {"eos": None}, {"min_tokens": 9}):
         constraint = make_constraint(Grammar("choice", '["hello"]'), **options)

@@ -121,7 +121,7 @@ def alternatives(width):
     return {"allOf": parts}
 
 
-MANY_WAYS = "(a|aa)*" * 300 + "$"
+AMBIGUOUS_PATTERN = "(a|aa)*" * 300 + "$"
 PATTERNS = {f"p{i}": {"type": "string", "pattern": f"^{f'(a|a{i}|aa)*' * 300}$"} for i in range(20)}
 SCHEMA = {"type": "object", "properties": PATTERNS}
 
@@ -129,8 +129,8 @@ SCHEMA = {"type": "object", "properties": PATTERNS}
 @pytest.mark.parametrize(
     "field",
     [
-        {"guided_regex": MANY_WAYS},
-        {"structured_outputs": {"regex": MANY_WAYS}},
+        {"guided_regex": AMBIGUOUS_PATTERN},
+        {"structured_outputs": {"regex": AMBIGUOUS_PATTERN}},
         {"guided_json": SCHEMA},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
     ],
@@ -149,7 +149,7 @@ async def test_rejects_grammars_that_are_too_expensive_for_the_vocabulary(field,
 
 
 WORDS = "\n".join(f"a{i}: W{i} start?\nW{i}: /[a-z ]{{1,{i + 1}}}/" for i in range(800))
-BOMBS = {
+EXPENSIVE_GRAMMARS = {
     "counted": ("guided_regex", "((a{1,100}){1,100}){1,100}"),
     "counted more": ("guided_regex", "((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000}"),
     "letters": ("guided_regex", r"(\\p{L}{1,500}\\p{N}{1,500}){1,500}"),
@@ -210,19 +210,23 @@ async def test_other_requests_are_served_while_expensive_grammars_are_checked(se
             return await client.post("/v1/completions", json=body)
 
         assert (await send("guided_regex", "a+")).status_code == 200
-        bombs = [asyncio.create_task(send(*bomb)) for bomb in BOMBS.values()]
+        tasks = [asyncio.create_task(send(*grammar)) for grammar in EXPENSIVE_GRAMMARS.values()]
         served = 0
-        while not all(bomb.done() for bomb in bombs):
+        while not all(task.done() for task in tasks):
             reply = await client.post("/v1/completions", json={"prompt": [7], "max_tokens": 2})
             assert reply.status_code == 200
             served += 1
         assert served > 5
-        for name, bomb in zip(BOMBS, bombs, strict=True):
-            reply = bomb.result()
+        for name, task in zip(EXPENSIVE_GRAMMARS, tasks, strict=True):
+            reply = task.result()
             # A 500 that names the grammar: it compiled, but the engine could not follow it.
             assert reply.status_code in (200, 400, 500), (name, reply.text)
             assert "Internal" not in reply.text, name
-        refused = {n for n, b in zip(BOMBS, bombs, strict=True) if b.result().status_code == 400}
+        refused = {
+            n
+            for n, b in zip(EXPENSIVE_GRAMMARS, tasks, strict=True)
+            if b.result().status_code == 400
+        }
         assert refused >= {"multiple", "multiples", "objects", "deep", "rules", "ebnf"}
         assert (await send("guided_regex", "a+")).status_code == 200
         assert (await client.get("/health")).status_code == 200

@@ -220,7 +220,7 @@ def test_a_grammar_that_does_not_compile_is_an_invalid_request(make_constraint):
         make_constraint(Grammar("regex", "(a"))
 
 
-MANY_WAYS = "(a|aa)*" * 300 + "$"
+AMBIGUOUS_PATTERN = "(a|aa)*" * 300 + "$"
 
 
 def with_patterns(num_fields):
@@ -254,14 +254,17 @@ def checked_and_compiled(smollm2):
 @pytest.mark.parametrize(
     ("grammar", "expected"),
     [
-        (Grammar("regex", MANY_WAYS), False),
-        (Grammar("regex", MANY_WAYS[: 7 * 100]), True),
+        (Grammar("regex", AMBIGUOUS_PATTERN), False),
+        (Grammar("regex", AMBIGUOUS_PATTERN[: 7 * 100]), True),
         (Grammar("regex", "(aa){1,300}|(aaa){1,300}|(a{5}){1,300}|(a{7}){1,300}"), True),
         (Grammar("regex", r"((a{0,100}){0,100}){0,100}"), True),
-        (Grammar("json_schema", json.dumps({"type": "string", "pattern": MANY_WAYS})), True),
+        (
+            Grammar("json_schema", json.dumps({"type": "string", "pattern": AMBIGUOUS_PATTERN})),
+            True,
+        ),
         (with_patterns(20), False),
         (with_patterns(3), True),
-        (Grammar("grammar", f"start: /{MANY_WAYS[:-1]}/"), False),
+        (Grammar("grammar", f"start: /{AMBIGUOUS_PATTERN[:-1]}/"), False),
         (Grammar("choice", json.dumps(["a" * i for i in range(1, 600)])), True),
         (Grammar("choice", json.dumps([str(i) * 60 for i in range(1000)])), True),
     ],

@@ -46,3 +46,12 @@ def test_files_exist(document: Path) -> None:
         and Path(name).name not in PROPOSED
     }
     assert missing == set()
+
+
+def test_the_path_of_a_plain_request_names_at_most_30_files_once_each() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, path = text.partition("## The path of a request")
+    plain, _, _ = path.partition("What other requests add")
+    named = re.findall(r"`([\w/]+\.py)`", plain)
+    assert 20 <= len(named) <= 30
+    assert len(named) == len({name.removeprefix("jaxserve/") for name in named})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 
 import msgspec
 
@@ -16,7 +15,7 @@ from jaxserve.openai.chat_message import MessageBuilder, MessageForm
 from jaxserve.openai.content import content_text
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import chat_logprobs, prompt_logprobs
-from jaxserve.openai.params import chat_params, check_fields, length_field
+from jaxserve.openai.params import chat_params, check_fields, encode_bad_words, length_field
 from jaxserve.openai.prompts import encode_prompts, render_prompt
 from jaxserve.openai.protocol import (
     ChatChoice,
@@ -28,7 +27,7 @@ from jaxserve.openai.protocol import (
     ChatMessage,
     ChatRequest,
 )
-from jaxserve.openai.structured_output import read_constraints, with_structural_tag
+from jaxserve.openai.structured_output import read_grammar, with_structural_tag
 from jaxserve.openai.tools import ToolUse, call_id_maker, make_parser, read_tools
 from jaxserve.parsing.parser import MessageParser
 from jaxserve.sampling_params import SamplingParams
@@ -44,15 +43,16 @@ async def prepare(text_engine: TextEngine, body: ChatRequest, *, request_id: str
     model.check_name(body.model)
     check_fields(body)
     use = read_tools(body, model)
-    constraints = await read_constraints(text_engine, body, use)
+    bad_words = await encode_bad_words(text_engine, body.bad_words)
+    grammar = await read_grammar(text_engine, body, use)
     text = await render_prompt(model, _with_effort(body), tools=use.definitions)
-    grammar = with_structural_tag(constraints.grammar, model, use, text)
     # The marks of some formats are special tokens, which a parser has to see.
     is_parsed = model.reasoning_parser is not None and model.hides_think_tags
     params = chat_params(
         body,
         model,
-        replace(constraints, grammar=grammar),
+        grammar=with_structural_tag(grammar, model, use, text),
+        bad_words=bad_words,
         show_special_tokens=bool(use.definitions) or is_parsed,
     )
     # The template writes the special tokens itself.

@@ -13,10 +13,16 @@ from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import CompletionScores, extend, prompt_logprobs
-from jaxserve.openai.params import asked_tokens, check_fields, completion_params, length_field
+from jaxserve.openai.params import (
+    asked_tokens,
+    check_fields,
+    completion_params,
+    encode_bad_words,
+    length_field,
+)
 from jaxserve.openai.prompts import Prompt, completion_prompts, encode_prompts
 from jaxserve.openai.protocol import Completion, CompletionChoice, CompletionRequest
-from jaxserve.openai.structured_output import read_constraints
+from jaxserve.openai.structured_output import read_grammar
 
 DEFAULT_MAX_TOKENS = 16
 """Length of a completion when the request names none, as in the OpenAI API."""
@@ -31,7 +37,9 @@ async def prepare(text_engine: TextEngine, body: CompletionRequest, *, request_i
     model = text_engine.model
     model.check_name(body.model)
     check_fields(body)
-    params = completion_params(body, model, await read_constraints(text_engine, body))
+    bad_words = await encode_bad_words(text_engine, body.bad_words)
+    grammar = await read_grammar(text_engine, body)
+    params = completion_params(body, model, grammar=grammar, bad_words=bad_words)
     given = completion_prompts(body.prompt)
     adds_special = body.add_special_tokens is not False
     prompts = await encode_prompts(

@@ -5,18 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.served_model import ServedModel
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from jaxserve.openai.structured_output import Constraints
-from jaxserve.sampling_params import SamplingParams, logprobs_within
+from jaxserve.sampling_params import MAX_BAD_WORDS, Grammar, SamplingParams, logprobs_within
 
 MAX_STOP_CHARS = 1000
 """Longest stop string: each may be searched for at every token."""
 
 MAX_SALT_CHARS = 1000
+
+MAX_BAD_WORD_CHARS = 1000
+"""Longest bad word; `MAX_BAD_WORD_TOKENS` limits it once more after encoding."""
+
+TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
 
 SAME_NAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
@@ -101,27 +106,33 @@ def check_prompt_fields(salt: str | None, keep: int | None) -> None:
 
 
 def completion_params(
-    request: CompletionRequest, model: ServedModel, constraints: Constraints
+    request: CompletionRequest,
+    model: ServedModel,
+    *,
+    grammar: Grammar | None,
+    bad_words: TokenSequences,
 ) -> SamplingParams:
     """Returns the parameters of a completion. Raises InvalidRequestError.
 
     With ``max_tokens`` 0 the engine generates one token that nobody sees: it scores the prompt.
+    ``grammar`` and ``bad_words`` are as in `chat_params`.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"grammar": grammar, "bad_words_token_ids": bad_words}
     if asked_tokens(request) == 0:
         values |= {"max_tokens": 1, "min_tokens": 0}
-    logprobs = _count(request.logprobs, model, "logprobs")
+    values["logprobs"] = logprobs = _count(request.logprobs, model, "logprobs")
     if request.echo and logprobs is not None:
         of_prompt = _count(request.prompt_logprobs, model, "prompt_logprobs")
         values["prompt_logprobs"] = max(logprobs, of_prompt or 0)
-    return _params(request, model, constraints, logprobs, values)
+    return _params(request, model, values)
 
 
 def chat_params(
     request: ChatRequest,
     model: ServedModel,
-    constraints: Constraints,
     *,
+    grammar: Grammar | None,
+    bad_words: TokenSequences,
     show_special_tokens: bool = False,
 ) -> SamplingParams:
     """Returns the parameters of a chat completion. Raises InvalidRequestError.
@@ -129,14 +140,18 @@ def chat_params(
     Args:
       request: the body.
       model: the model that answers.
-      constraints: the grammar and the bad words of the request.
+      grammar: what the text must match, or None.
+      bad_words: token sequences that must not appear.
       show_special_tokens: decode special tokens whatever the request says, for a parser.
     """
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = _count(request.top_logprobs or 0, model, "top_logprobs")
-    values = {"skip_special_tokens": False} if show_special_tokens else {}
-    return _params(request, model, constraints, logprobs if request.logprobs else None, values)
+    values: dict[str, Any] = {"grammar": grammar, "bad_words_token_ids": bad_words}
+    values["logprobs"] = logprobs if request.logprobs else None
+    if show_special_tokens:
+        values["skip_special_tokens"] = False
+    return _params(request, model, values)
 
 
 def _count(count: int | None, model: ServedModel, param: str) -> int | None:
@@ -157,27 +172,21 @@ def length_field(request: GenerationRequest) -> str:
 
 
 def _params(
-    request: GenerationRequest,
-    model: ServedModel,
-    constraints: Constraints,
-    logprobs: int | None,
-    overrides: dict[str, Any],
+    request: GenerationRequest, model: ServedModel, overrides: Mapping[str, Any]
 ) -> SamplingParams:
+    """Returns the defaults of the model, with the fields of the request, then ``overrides``."""
     values: dict[str, Any] = dict(model.defaults.sampling)
     asked = {name: getattr(request, name) for name in SAME_NAME}
     values |= {name: value for name, value in asked.items() if value is not None}
     values["stop"] = _stop_strings(request.stop)
     values["stop_token_ids"] = tuple(request.stop_token_ids or ())
-    values["logprobs"] = logprobs
     values["prompt_logprobs"] = _count(request.prompt_logprobs, model, "prompt_logprobs")
-    values["grammar"] = constraints.grammar
-    values["bad_words_token_ids"] = constraints.bad_words_token_ids
     values["logit_bias"] = request.logit_bias or None
     if request.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(request.allowed_token_ids)
     values["max_tokens"] = asked_tokens(request)
     try:
-        return SamplingParams(**values | overrides)
+        return SamplingParams(**{**values, **overrides})
     except InvalidRequestError as error:
         # Name the field that the client sent, not the parameter that it became.
         sent = length_field(request)
@@ -195,3 +204,30 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
             param="stop",
         )
     return texts
+
+
+async def encode_bad_words(text_engine: TextEngine, words: list[str] | None) -> TokenSequences:
+    """Returns the token IDs of each word, at the start of a text and after a space.
+
+    Raises:
+      InvalidRequestError: too many words, or a word that is blank or too long.
+    """
+    if not words:
+        return ()
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(
+            f"bad_words: at most {MAX_BAD_WORDS} words, got {len(words)}", param="bad_words"
+        )
+    longest = max(map(len, words))
+    if longest > MAX_BAD_WORD_CHARS:
+        raise InvalidRequestError(
+            f"bad_words must have at most {MAX_BAD_WORD_CHARS} characters each, got {longest}",
+            param="bad_words",
+        )
+    if not all(word.strip() for word in words):
+        raise InvalidRequestError("bad_words must not be empty", param="bad_words")
+    forms = [form for word in words for form in (word, " " + word.lstrip())]
+    ids = await text_engine.encode_batch(
+        forms, add_special_tokens=False, param="bad_words", any_length=True
+    )
+    return tuple(dict.fromkeys(tuple(word) for word in ids))

@@ -166,7 +166,7 @@ class _Output:
         """Returns the event of an error."""
         reply = error_reply(error)
         if reply.status == 500:
-            logger.error("a response was broken off", exc_info=error)
+            logger.error("a response failed", exc_info=error)
         self.response = msgspec.structs.replace(
             self.response,
             status="failed",

@@ -1,9 +1,8 @@
-"""Reads the constraints of a request: response_format and similar fields, tools, bad words."""
+"""Reads the grammar of a request from response_format and similar fields, and forced tool calls."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,16 +14,13 @@ from jaxserve.openai.decoding import json_type
 from jaxserve.openai.protocol import GenerationRequest
 from jaxserve.openai.tools import PROMPT_TAIL, ToolUse
 from jaxserve.parsing.registry import call_rules, think_rules
-from jaxserve.sampling_params import MAX_BAD_WORDS, MAX_GRAMMAR_CHARS, Grammar
+from jaxserve.sampling_params import MAX_GRAMMAR_CHARS, Grammar
 from jaxserve.structured_output.structural_tag import (
     RuleWriter,
     forced_calls_schema,
     structural_tag,
     tag_terms,
 )
-
-MAX_BAD_WORD_CHARS = 1000
-"""Longest bad word; `MAX_BAD_WORD_TOKENS` limits it once more after encoding."""
 
 _FORMATS = "'text', 'json_object' or 'json_schema'"
 _OPTIONS = frozenset(
@@ -34,28 +30,14 @@ _OPTIONS = frozenset(
 """Options of structured_outputs without effect: white space is always bounded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Constraints:
-    """The constraints of a request.
-
-    Attributes:
-      grammar: what the text must match; None: anything.
-      bad_words_token_ids: token sequences that must not appear.
-    """
-
-    grammar: Grammar | None = None
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-
-
-async def read_constraints(
+async def read_grammar(
     text_engine: TextEngine, request: GenerationRequest, use: ToolUse | None = None
-) -> Constraints:
-    """Reads the constraints of a request and checks its grammar.
+) -> Grammar | None:
+    """Reads and checks the grammar that the text must match; None: the text is free.
 
     Raises:
-      InvalidRequestError: a constraint is invalid, or there are several; ``param`` is the field.
+      InvalidRequestError: a grammar is invalid, or there are several; ``param`` is the field.
     """
-    bad_words = await _bad_words(text_engine, request.bad_words) if request.bad_words else ()
     found = read_grammars(request)
     if len(found) > 1:
         raise InvalidRequestError(
@@ -76,7 +58,7 @@ async def read_constraints(
         await _check(text_engine, tools_grammar(use), "tools")
     for field, grammar in found.items():
         await _check(text_engine, grammar, field)
-    return Constraints(next(iter(found.values()), None), bad_words)
+    return next(iter(found.values()), None)
 
 
 def with_structural_tag(
@@ -235,24 +217,3 @@ _READERS = {
     "guided_choice": _guided,
     "guided_grammar": _guided,
 }
-
-
-async def _bad_words(text_engine: TextEngine, words: list[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns the tokens of each word, as they are at the start of a text and after a space."""
-    if len(words) > MAX_BAD_WORDS:
-        raise InvalidRequestError(
-            f"bad_words: at most {MAX_BAD_WORDS} words, got {len(words)}", param="bad_words"
-        )
-    longest = max(map(len, words))
-    if longest > MAX_BAD_WORD_CHARS:
-        raise InvalidRequestError(
-            f"bad_words must have at most {MAX_BAD_WORD_CHARS} characters each, got {longest}",
-            param="bad_words",
-        )
-    if not all(word.strip() for word in words):
-        raise InvalidRequestError("bad_words must not be empty", param="bad_words")
-    forms = [form for word in words for form in (word, " " + word.lstrip())]
-    ids = await text_engine.encode_batch(
-        forms, add_special_tokens=False, param="bad_words", any_length=True
-    )
-    return tuple(dict.fromkeys(tuple(word) for word in ids))

@@ -12,7 +12,7 @@ import pytest
 from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
 from jaxserve.runner.jit import CompilationLog
-from jaxserve.runner.pending import PendingStep
+from jaxserve.runner.runner import PendingStep
 from jaxserve.runner.token_sampler import TokenSampler
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.tolerance import rounding

@@ -16,7 +16,6 @@ from jaxserve import sampling_params
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.config import MIB
 from jaxserve.openai import errors, params, prompts, tools
-from jaxserve.openai import structured_output as constraints
 from jaxserve.structured_output import checks as grammar_checks
 from jaxserve.structured_output import compiling
 from jaxserve.structured_output import constraint as grammars
@@ -262,7 +261,7 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "`bad_words`": [
             sampling_params.MAX_BAD_WORDS,
             sampling_params.MAX_BAD_WORD_TOKENS,
-            constraints.MAX_BAD_WORD_CHARS,
+            params.MAX_BAD_WORD_CHARS,
         ],
         "`tools`; name of a function": [tools.MAX_TOOLS, tools.MAX_NAME_CHARS],
         "error message": [errors.MAX_MESSAGE_CHARS],

@@ -122,9 +122,9 @@ async def test_n_completions_have_their_own_index_and_seed(tokens_per_output) ->
     params = SamplingParams(n=3, seed=2**63 - 2)
     deltas = await collect(text_engine.generate(make_request([[1]], params)))
     for index, text in enumerate(texts):
-        own = [d for d in deltas if d.index == index]
-        assert "".join(d.text for d in own) == text
-        assert [d.finish_reason for d in own if d.finish_reason] == ["stop"]
+        deltas_of_index = [d for d in deltas if d.index == index]
+        assert "".join(d.text for d in deltas_of_index) == text
+        assert [d.finish_reason for d in deltas_of_index if d.finish_reason] == ["stop"]
     seeds = [s.params.seed for s in text_engine.engine.submitted]
     assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
     assert {s.params.n for s in text_engine.engine.submitted} == {1}

@@ -209,8 +209,10 @@ async def test_the_other_fields_are_equal_in_all_chunks() -> None:
 async def test_usage_is_absent_unless_requested(run, options) -> None:
     chunks = await run(scripted_text_engine("hello"), options)
     assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
-    alone = {"stream_options": {"continuous_usage_stats": True}}
-    assert all("usage" not in chunk for chunk in await run(scripted_text_engine("hello"), alone))
+    without_include = {"stream_options": {"continuous_usage_stats": True}}
+    assert all(
+        "usage" not in chunk for chunk in await run(scripted_text_engine("hello"), without_include)
+    )
 
 
 @pytest.mark.parametrize("run", [stream, ask_stream])
@@ -270,8 +272,8 @@ async def test_echo_puts_the_prompt_before_the_text_of_each_choice() -> None:
                 echoed = shown if shown is not None else prompt[i // n]
                 assert choice["text"] == echoed + "world"
                 assert "".join(c["text"] for c in choices_of(chunks, i)) == choice["text"]
-    searched = {"prompt": "Q: a STOP b", "stop": ["STOP"], "echo": True, "max_tokens": 4}
-    assert (await complete(scripted_text_engine("in"), searched))["choices"][0][
+    with_stop = {"prompt": "Q: a STOP b", "stop": ["STOP"], "echo": True, "max_tokens": 4}
+    assert (await complete(scripted_text_engine("in"), with_stop))["choices"][0][
         "finish_reason"
     ] == "stop"
 

@@ -70,8 +70,8 @@ ABSENT = object()
 
 def covering(options: dict[str, list], rng: random.Random) -> list[dict]:
     """Returns requests that cover every pair of values of two options. Absence is a value."""
-    values = {name: [ABSENT, *given] for name, given in options.items()}
-    index = {name: range(len(given)) for name, given in values.items()}
+    values = {name: [ABSENT, *listed] for name, listed in options.items()}
+    index = {name: range(len(listed)) for name, listed in values.items()}
     uncovered = {
         ((a, i), (b, j))
         for a, b in itertools.combinations(values, 2)

@@ -188,9 +188,9 @@ def test_the_real_client_raises_typed_errors(client: openai.OpenAI) -> None:
     assert caught.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**CHAT | {"model": "other"})
-    stranger = client.with_options(api_key="wrong")
+    unauthorized = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
-        stranger.models.list()
+        unauthorized.models.list()
     assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices
 
 
@@ -246,8 +246,8 @@ def test_the_head_of_a_request_is_limited(url: str) -> None:
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = str(occupied.getsockname()[1])
         result = subprocess.run(
             [sys.executable, "-m", "server", "/no/such/model", "--port", port],
             cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What tests of several packages share."""
+"""Options, settings and fixtures that the tests of several packages share."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from jaxserve.checkpoint.locate import find_in_package
 from jaxserve.errors import CheckpointError
 from jaxserve.testing.tiny import write_checkpoint
 
-# The facts on which the dtype `auto` depends, by what it chooses.
+# The flags of a CPU for which `auto` chooses each dtype.
 CPU_FLAGS = {"float32": "fpu avx2", "bfloat16": "fpu avx2 avx512_bf16"}
 
 # The examples of a test follow from its name, and no limit depends on the speed of the machine.
@@ -32,35 +32,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--auto-dtype",
         choices=sorted(CPU_FLAGS),
         help="the dtype that `auto` chooses in the tests: they see a CPU with or without bfloat16 "
-        "instructions (default: the CPU that there is)",
+        "instructions (default: the real CPU)",
     )
 
 
 def pytest_configure() -> None:
-    """Makes every machine alike to the tests."""
-    # A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C.
+    """Makes the tests independent of the machine."""
+    # A shell that runs the tests in the background makes them and their children ignore SIGINT.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Also where jax would find a GPU, and in the processes that the tests start.
+    # Even where jax would find a GPU, and in the processes that the tests start.
     os.environ["JAX_PLATFORMS"] = "cpu"
     hypothesis.settings.load_profile("same-everywhere")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cpu_of_the_option(
+def _auto_dtype(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
     """Applies ``--auto-dtype``.
 
-    It reaches the engines in the processes of the tests only. Tests that start an engine process
-    tell it its dtype.
+    It applies only to engines in the processes of the tests. Tests that start an engine process
+    pass it a dtype.
     """
     dtype = request.config.getoption("auto_dtype")
     if dtype is None:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        _show_cpu(patch, tmp_path_factory.mktemp("cpu"), dtype)
+        _fake_cpu(patch, tmp_path_factory.mktemp("cpu"), dtype)
         yield
 
 
@@ -68,11 +68,11 @@ def _cpu_of_the_option(
 def auto_chooses(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], None]:
-    """``auto_chooses(dtype)`` shows the test a CPU on which ``auto`` is this dtype."""
-    return lambda dtype: _show_cpu(monkeypatch, tmp_path_factory.mktemp("cpu"), dtype)
+    """``auto_chooses(dtype)`` fakes a CPU on which ``auto`` chooses this dtype."""
+    return lambda dtype: _fake_cpu(monkeypatch, tmp_path_factory.mktemp("cpu"), dtype)
 
 
-def _show_cpu(patch: pytest.MonkeyPatch, folder: Path, dtype: str) -> None:
+def _fake_cpu(patch: pytest.MonkeyPatch, folder: Path, dtype: str) -> None:
     path = folder / "cpuinfo"
     path.write_text(f"model name\t: a CPU\nflags\t\t: {CPU_FLAGS[dtype]}\n")
     patch.setattr("jaxserve.runner.device.CPU_INFO", path)
@@ -80,13 +80,13 @@ def _show_cpu(patch: pytest.MonkeyPatch, folder: Path, dtype: str) -> None:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Random inputs that follow from the name of the test, so they are the same in every run."""
+    """A generator seeded with the name of the test, so that every run has the same numbers."""
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
 
 
 @pytest.fixture(scope="session")
 def make_front_checkpoint() -> Callable[..., Path]:
-    """Writes a checkpoint with a tokenizer, a chat template and no weight to speak of."""
+    """Writes a checkpoint with a tokenizer, a chat template and one weight, which is not used."""
 
     def make(folder: Path, **generation_config) -> Path:
         tensors = {"unused": np.zeros(1, np.float32)}
@@ -99,7 +99,7 @@ def make_front_checkpoint() -> Callable[..., Path]:
 def front_checkpoint(
     make_front_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Such a checkpoint, for fake engines."""
+    """A checkpoint of `make_front_checkpoint`, for fake engines."""
     return make_front_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
 
 

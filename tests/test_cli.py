@@ -60,7 +60,7 @@ def test_bad_flags_end_the_program_with_a_usage_line(argv, capsys) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Letters:
+class ExampleGroup:
     """A group for the test.
 
     With a second paragraph, which is not shown.
@@ -71,20 +71,20 @@ class Letters:
     limit: int | None = setting(None, "a limit")
 
 
-def test_a_group_of_ones_own() -> None:
+def test_adds_the_flags_of_a_group() -> None:
     parser = argparse.ArgumentParser()
-    cli.add_flags(parser, Letters)
+    cli.add_flags(parser, ExampleGroup)
     text = parser.format_help()
     assert "A group for the test:" in text
     assert "second paragraph" not in text
     assert "(default: 50%)" in text
     args = parser.parse_args(["--names", "a", "b", "--limit", "3"])
-    assert tuple(cli.read_flags(args, Letters).names) == ("a", "b")
-    assert cli.read_flags(args, Letters).limit == 3
+    assert tuple(cli.read_flags(args, ExampleGroup).names) == ("a", "b")
+    assert cli.read_flags(args, ExampleGroup).limit == 3
 
 
 def test_skipped_fields_keep_their_defaults() -> None:
     parser = argparse.ArgumentParser()
-    cli.add_flags(parser, Letters, skip=("limit",))
+    cli.add_flags(parser, ExampleGroup, skip=("limit",))
     assert "--limit" not in parser.format_help()
-    assert cli.read_flags(parser.parse_args([]), Letters) == Letters()
+    assert cli.read_flags(parser.parse_args([]), ExampleGroup) == ExampleGroup()

@@ -13,16 +13,16 @@ from jaxserve.offline import __main__ as offline
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# Of scripts/lint and of pytest; and files that docs/extending.md proposes.
+# Flags of scripts/lint and pytest, and files that docs/extending.md proposes.
 OTHER_FLAGS = {"--fix", "--help"}
 PROPOSED = {"example.py", "example_attention.py", "count.py"}
 
 
-def ids(path: Path) -> str:
+def file_name(path: Path) -> str:
     return path.name
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=file_name)
 def test_flags_exist(document: Path) -> None:
     known = set(OTHER_FLAGS)
     programs = (server.__main__, offline, bench, front, neighbours)
@@ -32,7 +32,7 @@ def test_flags_exist(document: Path) -> None:
     assert named - known == set()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=file_name)
 def test_files_exist(document: Path) -> None:
     named = set(re.findall(r"[\w./]*\w\.(?:py|md)\b", document.read_text()))
     folders = (ROOT, ROOT / "jaxserve", ROOT / "docs")

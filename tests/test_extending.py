@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md do what the text says."""
+"""The examples of docs/extending.md work as described."""
 
 import re
 import sys
@@ -45,7 +45,7 @@ def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return module
 
 
-def of(section: str) -> pytest.MarkDecorator:
+def example_of(section: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("example", [section], indirect=True)
 
 
@@ -60,8 +60,10 @@ class InMemory:
         yield from self.weights.items()
 
 
-@of("A model")
-def test_model(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@example_of("A model")
+def test_model_loads_the_same_weights_as_llama(
+    example: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(registry.MODELS, "ExampleForCausalLM", "example:ExampleForCausalLM")
     config = tiny_config()
     weights = random_tensors(config)
@@ -75,10 +77,10 @@ def test_model(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> No
     jax.tree.map(np.testing.assert_array_equal, llama, same)
 
 
-@of("An attention backend")
+@example_of("An attention backend")
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (4, None), (None, 5.0)])
-def test_attention_backend(example, monkeypatch, window, soft_cap) -> None:
-    """A request of 20 tokens with one new token, and one of 5 that are all new."""
+def test_attention_backend_equals_xla(example, monkeypatch, window, soft_cap) -> None:
+    """Runs a request of 20 tokens with one new token, and a request of 5 new tokens."""
     monkeypatch.setitem(attention.BACKENDS, "example", "example")
     rng = np.random.default_rng(0)
     shape = (1, 8, 16, 2, 4)
@@ -96,7 +98,7 @@ def test_attention_backend(example, monkeypatch, window, soft_cap) -> None:
     )
     q = jnp.asarray(rng.standard_normal((6, 4, 4), np.float32))
     kv = KVCache(jnp.asarray(k), jnp.asarray(v))
-    ours, theirs = (
+    found, expected = (
         attention.load(name, CPU).attend(
             q, kv, 0, meta, scale=0.5, window=window, soft_cap=soft_cap
         )
@@ -104,18 +106,20 @@ def test_attention_backend(example, monkeypatch, window, soft_cap) -> None:
     )
     # Scores of four products and means of up to twenty values, all of them standard normal.
     atol = rounding("float32", 4 + 20, scale=5)
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
-@of("A sampler stage")
-def test_sampler_stage(example: types.ModuleType) -> None:
+@example_of("A sampler stage")
+def test_sampler_stage_drops_unlikely_tokens(example: types.ModuleType) -> None:
     probabilities = jnp.array([[0.5, 0.4999, 0.9e-4, 1e-5]])
     kept = example.drop_unlikely(jnp.log(probabilities) + 3.0, None)
     assert np.isfinite(kept).tolist() == [[True, True, False, False]]
 
 
-@of("A scheduling policy")
-def test_policy(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@example_of("A scheduling policy")
+def test_policy_runs_short_prompts_first(
+    example: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(policy.POLICIES, "short_first", example.short_first)
     sizes = {"num_blocks": 32, "block_size": 16}
     scheduler = Scheduler(
@@ -131,8 +135,10 @@ def test_policy(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> N
     assert finished == ["10", "20", "30"]
 
 
-@of("An endpoint")
-async def test_endpoint(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@example_of("An endpoint")
+async def test_endpoint_counts_tokens(
+    example: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server.app, "ROUTES", [*server.app.ROUTES, *example.routes])
     app = server.app.create_app(ServerState(scripted_text_engine("hello")))
     transport = httpx.ASGITransport(app)

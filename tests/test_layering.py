@@ -1,6 +1,6 @@
-"""Who may import whom, and how large a file is, read from the source.
+"""Imports between the packages, and the size of modules, read from the source.
 
-The front process must not pay for jax, and a scheduling policy must be testable without it.
+The front process must not load jax, and a scheduling policy must be testable without it.
 """
 
 import ast
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxserve", "server", "pallas_kernels")
 
-# Slow to import, or for devices only. Host-only modules reach none of them, however indirectly.
+# Slow to import, or for devices only. Host-only modules import none of them, not even indirectly.
 HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch", "transformers"}
 
 # The modules and packages of jaxserve that may use jax. All others are host-only: the front process
@@ -33,7 +33,7 @@ DEVICE = (
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of ours by its dotted name."""
+    """Returns the path of every module of the project by its dotted name."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -43,7 +43,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(tree: ast.AST, *, at_import_time: bool) -> Iterator[str]:
-    """The dotted names that a module imports; ``from a import b`` gives ``a.b``."""
+    """Yields the dotted names that a module imports; ``from a import b`` gives ``a.b``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -57,7 +57,7 @@ def imports(tree: ast.AST, *, at_import_time: bool) -> Iterator[str]:
 
 
 def is_skipped(node: ast.AST, at_import_time: bool) -> bool:
-    """Whether the code under this node never runs, or not when its module is imported."""
+    """Whether the code under a node never runs, or does not run when its module is imported."""
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return True
     return at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -65,18 +65,18 @@ def is_skipped(node: ast.AST, at_import_time: bool) -> bool:
 
 @cache
 def imported_by(module: str, *, at_import_time: bool = False) -> frozenset[str]:
-    """What a module imports: names of ours as modules, others as they stand."""
+    """Returns the imports of a module: modules of the project, and other names unchanged."""
     tree = ast.parse(modules()[module].read_text())
     names = set()
     for name in imports(tree, at_import_time=at_import_time):
         if name.split(".")[0] not in PACKAGES:
             names.add(name)
             continue
-        own = name
-        while own not in modules():
-            own = own.rpartition(".")[0]
-            assert own, f"{module} imports {name}, which does not exist"
-        names.add(own)
+        imported = name
+        while imported not in modules():
+            imported = imported.rpartition(".")[0]
+            assert imported, f"{module} imports {name}, which does not exist"
+        names.add(imported)
     return frozenset(names)
 
 
@@ -92,34 +92,38 @@ def is_host_only(name: str) -> bool:
     return is_in(name, "jaxserve") and not any(is_in(name, package) for package in DEVICE)
 
 
-def of_package(package: str) -> list[str]:
+def modules_in(package: str) -> list[str]:
     return [name for name in modules() if is_in(name, package)]
 
 
 def external(module: str) -> set[str]:
-    """Top names outside the standard library and our packages."""
+    """Returns the top-level names outside the standard library and the project."""
     names = {top(name) for name in imported_by(module)}
     return names - set(PACKAGES) - sys.stdlib_module_names - {"__future__"}
 
 
-def own(module: str) -> set[str]:
+def project_imports(module: str) -> set[str]:
     return {name for name in imported_by(module) if top(name) in PACKAGES}
 
 
-@pytest.mark.parametrize("module", of_package("server"))
+@pytest.mark.parametrize("module", modules_in("server"))
 def test_server_imports_host_only_modules(module: str) -> None:
-    wrong = {name for name in own(module) if not is_in(name, "server") and not is_host_only(name)}
+    wrong = {
+        name
+        for name in project_imports(module)
+        if not is_in(name, "server") and not is_host_only(name)
+    }
     assert not wrong
     assert not external(module) & HEAVY
 
 
-@pytest.mark.parametrize("module", of_package("pallas_kernels"))
-def test_kernels_import_jax_alone(module: str) -> None:
+@pytest.mark.parametrize("module", modules_in("pallas_kernels"))
+def test_kernels_import_only_jax_and_numpy(module: str) -> None:
     assert external(module) <= {"jax", "jaxtyping", "numpy"}
-    assert all(is_in(name, "pallas_kernels") for name in own(module))
+    assert all(is_in(name, "pallas_kernels") for name in project_imports(module))
 
 
-@pytest.mark.parametrize("module", of_package("jaxserve.core"))
+@pytest.mark.parametrize("module", modules_in("jaxserve.core"))
 def test_core_is_pure_python(module: str) -> None:
     assert external(module) <= {"msgspec"}
     allowed = (
@@ -128,7 +132,9 @@ def test_core_is_pure_python(module: str) -> None:
         "jaxserve.sampling_params",
         "jaxserve.errors",
     )
-    assert not {name for name in own(module) if not any(is_in(name, a) for a in allowed)}
+    assert not {
+        name for name in project_imports(module) if not any(is_in(name, a) for a in allowed)
+    }
     # Time and randomness are arguments.
     assert not {top(n) for n in imported_by(module)} & {"time", "random", "os", "socket", "asyncio"}
 
@@ -146,20 +152,22 @@ LAYERS = (
 
 
 def layer(module: str) -> str:
-    """The entry of `LAYERS` that a module belongs to."""
+    """Returns the entry of `LAYERS` that a module belongs to."""
     return max((name for name in LAYERS if is_in(module, name)), key=len)
 
 
 @pytest.mark.parametrize("module", [name for name in modules() if name != "jaxserve"])
-def test_a_layer_imports_only_those_below_it(module: str) -> None:
-    """Also within functions, and for type checkers only. ``jaxserve`` itself has the version."""
+def test_a_module_imports_no_higher_layer(module: str) -> None:
+    """Imports within functions count, too. ``jaxserve`` itself has the version."""
     below = LAYERS[: LAYERS.index(layer(module)) + 1]
-    wrong = {name for name in own(module) if name != "jaxserve" and layer(name) not in below}
+    wrong = {
+        name for name in project_imports(module) if name != "jaxserve" and layer(name) not in below
+    }
     assert not wrong
 
 
 def all_imports(module: str) -> frozenset[str]:
-    """The modules of ours that a module imports anywhere, for type checkers too."""
+    """Returns the modules of the project that a module imports anywhere, for type checkers too."""
     found = set()
     for node in ast.walk(ast.parse(modules()[module].read_text())):
         for name in imports(ast.Module([node], []), at_import_time=False):  # type: ignore[list-item]
@@ -169,37 +177,37 @@ def all_imports(module: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     rest = {module: all_imports(module) for module in modules()}
     while free := {module for module, needs in rest.items() if not needs & rest.keys()}:
         rest = {module: needs for module, needs in rest.items() if module not in free}
     assert not rest
 
 
-def test_a_circle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detects_an_import_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "all_imports", lambda module: modules().keys() - {module})
     with pytest.raises(AssertionError):
-        test_no_modules_import_each_other_in_a_circle()
+        test_there_are_no_import_cycles()
 
 
-def test_the_root_is_small_and_shared() -> None:
+def test_the_root_package_has_few_modules_with_several_importers() -> None:
     root = [name for name in modules() if name.count(".") == 1 and name.startswith("jaxserve.")]
     files = [name for name in root if modules()[name].name != "__init__.py"]
-    assert len(files) < 8, "with __init__.py at most eight files"
+    assert len(files) < 8, "at most eight files with __init__.py"
     for file in files:
-        importers = [module for module in modules() if file in own(module)]
+        importers = [module for module in modules() if file in project_imports(module)]
         assert len(importers) != 1, f"{file} belongs to its only importer {importers[0]}"
 
 
 @pytest.mark.parametrize("module", modules())
-def test_a_file_is_short_and_a_package_is_described(module: str) -> None:
+def test_a_module_is_short_and_has_a_docstring(module: str) -> None:
     source = modules()[module].read_text()
     assert len(source.splitlines()) <= 330
-    assert ast.get_docstring(ast.parse(source)), "a module says what it is about"
+    assert ast.get_docstring(ast.parse(source)), "the docstring is missing"
 
 
-BACKWARDS = [
-    # (package, what nothing in it may import although it lies below)
+FORBIDDEN = [
+    # (package, lower modules that it must not import)
     ("jaxserve.ipc", ("jaxserve.cli",)),
     ("jaxserve.models", ("jaxserve.core", "jaxserve.ipc")),
     ("jaxserve.ops", ("jaxserve.core", "jaxserve.ipc")),
@@ -218,11 +226,13 @@ BACKWARDS = [
 ]
 
 
-@pytest.mark.parametrize(("package", "forbidden"), BACKWARDS, ids=[b[0] for b in BACKWARDS])
-def test_no_arrow_goes_back(package: str, forbidden: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("package", "forbidden"), FORBIDDEN, ids=[b[0] for b in FORBIDDEN])
+def test_a_package_imports_none_of_its_forbidden_modules(
+    package: str, forbidden: tuple[str, ...]
+) -> None:
     wrong = {
         f"{module} -> {name}"
-        for module in of_package(package)
+        for module in modules_in(package)
         for name in imported_by(module)
         if any(is_in(name, f) for f in forbidden)
     }
@@ -230,8 +240,8 @@ def test_no_arrow_goes_back(package: str, forbidden: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("module", [name for name in modules() if is_host_only(name)])
-def test_host_only_modules_reach_nothing_heavy(module: str) -> None:
-    """Follows the imports at import time; the packages around a module are imported with it."""
+def test_host_only_modules_import_no_heavy_packages(module: str) -> None:
+    """Follows the imports that run at import time. Parent packages are imported with a module."""
     came_from: dict[str, str] = {module: ""}
     todo = [module]
     while todo:
@@ -248,16 +258,16 @@ def test_host_only_modules_reach_nothing_heavy(module: str) -> None:
                 todo.append(imported)
 
 
-def test_device_names_exist() -> None:
+def test_device_modules_exist() -> None:
     assert not [name for name in DEVICE if name not in modules()]
 
 
-def test_torch_is_imported_nowhere() -> None:
+def test_no_module_imports_torch() -> None:
     assert not [m for m in modules() if any(top(n) == "torch" for n in imported_by(m))]
 
 
 def test_the_front_process_runs_without_jax() -> None:
-    """What the source says, once more in a fresh interpreter."""
+    """Checks in a fresh interpreter what the other tests read from the source."""
     code = (
         "import sys, server.app, server.__main__, jaxserve.client.engine_client\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""A model in one's own process, here with an engine whose tokens are arithmetic."""
+"""LLM: a model in the process of its caller, with a fake engine whose tokens are arithmetic."""
 
 import gc
 import os
@@ -58,26 +58,26 @@ def test_outputs_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     for output, prompt, p in zip(outputs, prompts, params, strict=True):
         assert output.prompt == prompt
         assert output.prompt_token_ids == tokenizer.encode(prompt)
-        (answer,) = output.outputs
-        assert answer.token_ids == expected(llm, output.prompt_token_ids, p)
-        assert answer.text == tokenizer.decode(answer.token_ids)
-        assert answer.finish_reason == (
-            "length" if len(answer.token_ids) == p.max_tokens else "stop"
+        (completion,) = output.outputs
+        assert completion.token_ids == expected(llm, output.prompt_token_ids, p)
+        assert completion.text == tokenizer.decode(completion.token_ids)
+        assert completion.finish_reason == (
+            "length" if len(completion.token_ids) == p.max_tokens else "stop"
         )
-        assert answer.logprobs is None
+        assert completion.logprobs is None
 
 
 @pytest.mark.parametrize(
     "form",
     [[5, 6, 7], [[5, 6, 7]], {"prompt_token_ids": [5, 6, 7]}, (5, 6, 7), list(np.array([5, 6, 7]))],
 )
-def test_prompts_as_ids(llm: LLM, form) -> None:
+def test_accepts_prompts_as_token_ids(llm: LLM, form) -> None:
     (output,) = generate(llm, form)
     assert (output.prompt, output.prompt_token_ids) == (None, [5, 6, 7])
     assert output.outputs[0].token_ids == expected(llm, [5, 6, 7])
 
 
-def test_prompts_as_texts_and_dicts(llm: LLM) -> None:
+def test_accepts_prompts_as_strings_and_dicts(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode("hello")
     forms = ["hello", {"prompt": "hello"}]
     for output in [*generate(llm, forms), *generate(llm, "hello"), *generate(llm, forms[1])]:
@@ -85,45 +85,45 @@ def test_prompts_as_texts_and_dicts(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("bad", [5, None, {"text": "x"}, [1, "a"], [[1.5]], ["a", None], [[True]]])
-def test_what_is_no_prompt_is_refused(bad) -> None:
+def test_rejects_invalid_prompts(bad) -> None:
     with pytest.raises((InvalidRequestError, TypeError)):
         as_prompts(bad)
 
 
-def test_no_prompts_no_outputs(llm: LLM) -> None:
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert generate(llm, []) == []
 
 
-def test_several_answers_to_one_prompt(llm: LLM) -> None:
+def test_returns_n_completions_of_a_prompt(llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=5)
     (output,) = generate(llm, [[1, 2, 3]], params)
-    assert [answer.index for answer in output.outputs] == [0, 1, 2]
-    assert len({tuple(answer.token_ids) for answer in output.outputs}) == 3
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
     assert generate(llm, [[1, 2, 3]], params) == [output]
 
 
-def test_logprobs_by_id(llm: LLM) -> None:
+def test_returns_logprobs_by_token_id(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
-    (answer,) = generate(llm, [[1, 2, 3]], params)[0].outputs
-    assert answer.logprobs is not None
-    assert len(answer.logprobs) == 3
-    for token_id, by_id in zip(answer.token_ids, answer.logprobs, strict=True):
-        # The fake's sampled token is the most likely one.
+    (completion,) = generate(llm, [[1, 2, 3]], params)[0].outputs
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == 3
+    for token_id, by_id in zip(completion.token_ids, completion.logprobs, strict=True):
+        # The token that the fake engine samples is the most likely token.
         assert next(iter(by_id)) == token_id
         assert by_id[token_id].rank == 1
         assert by_id[token_id].logprob == -0.5
         assert sorted(entry.rank for entry in by_id.values()) == [1, 2]
 
 
-def test_a_stop_text_ends_the_answer(llm: LLM) -> None:
+def test_a_stop_string_ends_the_completion(llm: LLM) -> None:
     text = (
         generate(llm, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=60))[0].outputs[0].text
     )
     stop = next(c for c in text[3:] if text.index(c) >= 3)
     params = SamplingParams(temperature=0, max_tokens=60, stop=(stop,))
-    (answer,) = generate(llm, [[1, 2, 3]], params)[0].outputs
-    assert answer.text == text[: text.index(stop)]
-    assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+    (completion,) = generate(llm, [[1, 2, 3]], params)[0].outputs
+    assert completion.text == text[: text.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:
@@ -135,7 +135,7 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert output.outputs[0].token_ids == expected(llm, output.prompt_token_ids)
 
 
-def test_chat_with_several_conversations(llm: LLM) -> None:
+def test_chat_takes_several_conversations_and_continues_a_message(llm: LLM) -> None:
     conversations = [[{"role": "user", "content": text}] for text in ("a", "b")]
     outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
     assert ["a" in str(o.prompt).split("\n")[1] for o in outputs] == [True, False]
@@ -144,7 +144,7 @@ def test_chat_with_several_conversations(llm: LLM) -> None:
     assert str(output.prompt).endswith("hel")
 
 
-def test_a_request_that_cannot_be_served_stops_the_call_before_any_runs(llm: LLM) -> None:
+def test_a_rejected_request_ends_the_call_before_any_request_runs(llm: LLM) -> None:
     before = llm._text_engine.engine.stats[0].total_generation_tokens
     for prompts, params in [
         (["fine", []], GREEDY),
@@ -183,7 +183,7 @@ def test_threads_share_the_engine(llm: LLM) -> None:
 
 
 def build_slow(config, engine, on_progress):
-    """An engine that takes a while, so that a call can be interrupted."""
+    """Builds a slow engine, so that a call can be interrupted."""
     import dataclasses
 
     model = dataclasses.replace(config.model, model="fake:step_s=0.02")
@@ -207,11 +207,11 @@ def test_an_interrupt_ends_a_call_and_not_the_engine(front_checkpoint: Path, mon
         with pytest.raises(KeyboardInterrupt):
             generate(llm, [[1]] * 4, endless)
         assert generate(llm, [[1, 2, 3]])[0].outputs[0].token_ids == expected(llm, [1, 2, 3])
-        # Only what is asked for now is on board.
+        # Only the request of the last call may be running.
         assert llm._text_engine.engine.stats[0].num_running <= 1
 
 
-def test_a_closed_llm_says_so(front_checkpoint: Path) -> None:
+def test_a_closed_llm_rejects_calls(front_checkpoint: Path) -> None:
     llm = make(front_checkpoint)
     llm.close()
     llm.close()
@@ -219,25 +219,25 @@ def test_a_closed_llm_says_so(front_checkpoint: Path) -> None:
         generate(llm, [[1]])
 
 
-def ended(threads: set[threading.Thread]) -> bool:
+def all_ended(threads: set[threading.Thread]) -> bool:
     for thread in threads:
         thread.join(timeout=20)
     return not any(thread.is_alive() for thread in threads)
 
 
-def test_a_forgotten_llm_ends_its_threads(front_checkpoint: Path) -> None:
+def test_a_garbage_collected_llm_ends_its_threads(front_checkpoint: Path) -> None:
     before = set(threading.enumerate())
     llm = make(front_checkpoint)
-    gone = weakref.ref(llm)
+    reference = weakref.ref(llm)
     started = set(threading.enumerate()) - before
     assert {"engine", "llm"} <= {thread.name for thread in started}
     del llm
     gc.collect()
-    assert gone() is None
-    assert ended(started)
+    assert reference() is None
+    assert all_ended(started)
 
 
-def test_settings_find_their_groups() -> None:
+def test_engine_config_assigns_settings_to_groups() -> None:
     config = engine_config({"model": "m", "num_blocks": 9, "policy": "priority", "warmup": False})
     assert config.model.model == "m"
     assert config.cache.num_blocks == 9
@@ -245,12 +245,12 @@ def test_settings_find_their_groups() -> None:
     assert not config.compile.warmup
 
 
-def test_a_setting_that_is_none_is_refused() -> None:
+def test_rejects_an_unknown_setting() -> None:
     with pytest.raises(ConfigError, match="unknown setting max_model_length.*max_model_len"):
         engine_config({"max_model_length": 5})
 
 
-def test_bad_models_and_settings_are_refused(front_checkpoint: Path) -> None:
+def test_rejects_bad_models_and_settings(front_checkpoint: Path) -> None:
     before = set(threading.enumerate())
     with pytest.raises(CheckpointError):
         LLM("/no/such/model", show_progress=False)
@@ -258,13 +258,13 @@ def test_bad_models_and_settings_are_refused(front_checkpoint: Path) -> None:
         make(front_checkpoint, data_parallel_size=2)
     with pytest.raises(ConfigError, match="policy"):
         make(front_checkpoint, policy="fastest")
-    assert ended(set(threading.enumerate()) - before)
+    assert all_ended(set(threading.enumerate()) - before)
 
 
 MEMORY = "XLA_CLIENT_MEM_FRACTION"
 
 
-def test_jax_is_told_how_much_of_a_gpu_to_take(front_checkpoint: Path, monkeypatch) -> None:
+def test_sets_the_share_of_gpu_memory_for_jax(front_checkpoint: Path, monkeypatch) -> None:
     monkeypatch.setenv(MEMORY, "")
     monkeypatch.delenv(MEMORY)
     make(front_checkpoint, memory_fraction=0.6).close()
@@ -281,7 +281,7 @@ def test_jax_is_told_how_much_of_a_gpu_to_take(front_checkpoint: Path, monkeypat
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, True, True, False),
     ],
 )
-def test_who_is_too_late_to_tell_it_is_warned(
+def test_warns_if_jax_is_loaded_before_the_share_is_set(
     tmp_path, monkeypatch, caplog, environment, has_gpu, has_jax, warns
 ) -> None:
     monkeypatch.setattr(llm_module, "NVIDIA_DRIVER", tmp_path if has_gpu else tmp_path / "none")

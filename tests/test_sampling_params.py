@@ -1,4 +1,4 @@
-"""Construction checks all that needs no model, and errors name the field at fault."""
+"""Sampling parameters: bounds, values that are rejected, and errors that name the field."""
 
 import math
 
@@ -63,7 +63,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("field", "value"), BAD)
-def test_a_bad_value_names_its_field(field: str, value) -> None:
+def test_rejects_a_bad_value_and_names_its_field(field: str, value) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
@@ -97,7 +97,7 @@ EDGES = [
 
 
 @pytest.mark.parametrize(("field", "value"), EDGES)
-def test_the_ends_of_each_range_are_in_it(field: str, value) -> None:
+def test_accepts_the_bounds_of_each_range(field: str, value) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
 
 
@@ -108,11 +108,11 @@ def test_min_tokens_is_at_most_max_tokens() -> None:
         SamplingParams(max_tokens=5, min_tokens=6)
 
 
-def test_several_answers_may_be_the_same() -> None:
+def test_accepts_several_completions_at_temperature_0() -> None:
     assert SamplingParams(n=2, temperature=0).n == 2
 
 
-def test_greedy_and_penalties() -> None:
+def test_is_greedy_and_has_penalties() -> None:
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams(temperature=0.01).is_greedy
     assert not SamplingParams().has_penalties
@@ -131,13 +131,13 @@ def test_greedy_and_penalties() -> None:
         ({"repetition_penalty": 1e300}, {"repetition_penalty": 1e6}),
     ],
 )
-def test_normalised_parameters(given: dict, expected: dict) -> None:
+def test_normalises_parameters(given: dict, expected: dict) -> None:
     normalised = SamplingParams(**given).normalised()
     assert normalised == SamplingParams(**expected)
     assert normalised.normalised() == normalised
 
 
-def test_frozen() -> None:
+def test_is_frozen() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]
 
@@ -158,7 +158,7 @@ def test_stop_ids_are_checked_against_the_vocabulary() -> None:
         ("bad_words", lambda i: {"bad_words_token_ids": ((1,), (2, i))}),
     ],
 )
-def test_every_field_of_ids_is_checked_against_the_vocabulary(param, fields) -> None:
+def test_every_field_of_token_ids_is_checked_against_the_vocabulary(param, fields) -> None:
     SamplingParams(**fields(99)).check_token_ids(100)
     for bad in (-1, 100, 2**31, 2**70):
         with pytest.raises(InvalidRequestError, match="out of vocabulary") as caught:
@@ -169,13 +169,13 @@ def test_every_field_of_ids_is_checked_against_the_vocabulary(param, fields) -> 
 @pytest.mark.parametrize(
     "words", [((),), ((1,) * (MAX_BAD_WORD_TOKENS + 1),), ((1,),) * (MAX_BAD_WORDS + 1)]
 )
-def test_bad_words_are_few_and_short(words) -> None:
+def test_rejects_empty_long_and_too_many_bad_words(words) -> None:
     with pytest.raises(InvalidRequestError, match="bad_words must be") as caught:
         SamplingParams(bad_words_token_ids=words)
     assert caught.value.param == "bad_words"
 
 
-def test_a_grammar_has_a_limit_and_excludes_allowed_ids() -> None:
+def test_rejects_a_long_grammar_and_a_grammar_with_allowed_token_ids() -> None:
     with pytest.raises(InvalidRequestError, match="grammar must be at most"):
         Grammar("regex", "a" * (MAX_GRAMMAR_CHARS + 1))
     with pytest.raises(InvalidRequestError, match="cannot be combined"):
@@ -191,13 +191,13 @@ def test_check_ids_accepts_exactly_the_vocabulary(ids: list[int], vocab_size: in
             check_ids(ids, vocab_size, param="prompt")
 
 
-def test_a_long_list_of_bad_ids_is_cut_in_the_message() -> None:
+def test_the_message_shortens_a_long_list_of_bad_ids() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check_ids([10**9] * 100_000, 10, param="prompt")
     assert len(caught.value.message) < 300
 
 
-def test_the_checks_hold_on_the_wire_too() -> None:
+def test_decodes_from_json_and_omits_defaults() -> None:
     wire = msgspec.json.encode({"temperature": 0.5, "stop": ["a"]})
     assert msgspec.json.decode(wire, type=SamplingParams) == SamplingParams(
         temperature=0.5, stop=("a",)
@@ -207,19 +207,19 @@ def test_the_checks_hold_on_the_wire_too() -> None:
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-def test_the_engine_says_how_many_log_probabilities_there_are(field: str) -> None:
-    def within(count: int, most: int) -> int | None:
-        params = SamplingParams(**{field: count}).within_logprobs(most, vocab_size=300)
+def test_within_logprobs_applies_the_limit_of_the_engine(field: str) -> None:
+    def within(count: int, limit: int) -> int | None:
+        params = SamplingParams(**{field: count}).within_logprobs(limit, vocab_size=300)
         return getattr(params, field)
 
     assert [within(count, 20) for count in (0, 7, 20)] == [0, 7, 20]
     assert [within(count, 300) for count in (-1, 299, 300)] == [300, 299, 300]
     assert [within(count, 1000) for count in (-1, 999)] == [300, 300]
-    for count, most in [(21, 20), (-1, 20), (-1, 299), (301, 300), (1, 0)]:
+    for count, limit in [(21, 20), (-1, 20), (-1, 299), (301, 300), (1, 0)]:
         with pytest.raises(
-            InvalidRequestError, match=f"between 0 and {most} .*--max-logprobs"
+            InvalidRequestError, match=f"between 0 and {limit} .*--max-logprobs"
         ) as e:
-            within(count, most)
+            within(count, limit)
         assert e.value.param == field
         assert e.value.message.endswith(f"got {count}")
     plain = SamplingParams()

@@ -1,4 +1,4 @@
-"""Tests check the shapes and dtypes of arrays; programs outside pytest do not."""
+"""Shapes and dtypes of arrays are checked under pytest, and not outside."""
 
 import inspect
 import re
@@ -67,7 +67,7 @@ def test_every_annotation_can_be_evaluated(module: str) -> None:
 
 
 def functions(module: object) -> Iterator[Callable]:
-    """The functions and methods that a module defines."""
+    """Yields the functions and methods that a module defines."""
     name = module.__name__
     for value in vars(module).values():
         if inspect.isclass(value) and value.__module__ == name:

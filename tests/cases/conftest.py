@@ -1,20 +1,21 @@
-"""Failures that other servers have had, each of which must not happen here.
+"""Regression tests for failures of other servers, and the fixtures that serve models to them.
 
-How a case is written: the ids are in ids.txt, and each has at least one test whose name begins with
-it, ``test_js_022_...``, in the file of its section. A test asks for a checkpoint and serves it:
+The case IDs are in ids.txt. Each case has at least one test, whose name begins with its ID:
+``test_js_022_...``. Fixtures:
 
-    rand                    a random Llama whose 512 ids are all tokens, for whatever depends on
+    random_checkpoint       a random Llama whose 512 IDs are all tokens, for tests that depend on
                             attention, the KV cache or numbers
-    script(name=[pieces])   a model that answers a prompt ending in ``<name>`` with these pieces
-                            (`jaxserve.testing.scripted_checkpoint`). Tests that need several
-                            scripts should ask for them at once.
+    scripted_checkpoint(name=[pieces])
+                            writes a model that continues a prompt ending in ``<name>`` with these
+                            pieces (`jaxserve.testing.scripted_checkpoint`). A test that needs
+                            several scripts should put them in one checkpoint.
     serve(path, **flags)    an `ApiClient` of a real server in threads of this process; ``flags``
-                            are those of ``python -m server``. The same path and flags give the
-                            same server, until the end of the session.
-    serve_process(...)      the same as processes of their own, for what ends or breaks them
+                            are those of ``python -m server``. The same path and flags return the
+                            same server until the end of the session.
+    serve_process(...)      the same in processes of its own, for tests that stop or break a server
 
-Few different flags mean few programs to compile. A server that a test leaves broken must be its
-own: give it a checkpoint of its own. After a refusal `ApiClient.refused` sends a good request.
+Fewer distinct flags mean fewer programs to compile. A test that leaves its server broken must use a
+checkpoint of its own. After each refusal, `ApiClient.refused` checks that a good request succeeds.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ SETTINGS = {
 
 
 class Server(ApiClient):
-    """A client of a server in this process, and the server's own front end."""
+    """A client of a server in this process, with access to the front of that server."""
 
     def __init__(self, thread: ServerThread) -> None:
         super().__init__(thread.url)
@@ -54,21 +55,21 @@ class Server(ApiClient):
         self.tokenizer = thread.text_engine.model.tokenizer
 
     def is_idle(self) -> bool:
-        """Whether no request is on board."""
+        """Returns whether no request is in flight."""
         stats = self.text_engine.engine.stats.values()
         return not (
             self.text_engine.num_in_flight or any(s.num_running + s.num_waiting for s in stats)
         )
 
-    def one_token_at_a_time(self) -> "Server":
-        """Has the front get every token by itself. Tokens that it is too slow for are merged."""
-        if not isinstance(self.text_engine.engine, OneByOne):
-            self.text_engine.engine = OneByOne(self.text_engine.engine)
+    def with_one_token_per_output(self) -> "Server":
+        """Sends each token to the front in its own output; waiting tokens are otherwise merged."""
+        if not isinstance(self.text_engine.engine, OneTokenPerOutput):
+            self.text_engine.engine = OneTokenPerOutput(self.text_engine.engine)
         return self
 
 
-class OneByOne:
-    """An engine whose outputs have one token each."""
+class OneTokenPerOutput:
+    """An engine that splits its outputs into outputs of one token."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -93,25 +94,25 @@ class OneByOne:
 
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What all servers here have in common. They share their compiled programs."""
+    """The flags that all servers of this folder share, including a folder for programs."""
     return {**SETTINGS, "compilation_cache_dir": tmp_path_factory.mktemp("compiled")}
 
 
 @pytest.fixture(scope="session")
 def serve(settings: dict[str, Any]) -> Iterator[Callable[..., Server]]:
-    """Serves a checkpoint; see the top of this file."""
+    """``serve(path, **flags)`` returns a `Server`; see the docstring of this module."""
     servers: dict[tuple[Any, ...], Server] = {}
 
-    def serve(path: Path, **more: Any) -> Server:
-        key = (path, *sorted(more.items()))
+    def serve(path: Path, **more_flags: Any) -> Server:
+        key = (path, *sorted(more_flags.items()))
         if key not in servers:
-            argv = flags(model=path, **{**settings, **more})
+            argv = flags(model=path, **{**settings, **more_flags})
             servers[key] = Server(ServerThread(*argv))
         return servers[key]
 
     yield serve
     for server in servers.values():
-        server.until(server.is_idle)  # nothing that a test has left behind runs on
+        server.until(server.is_idle)  # the requests that a test abandoned have ended
         server.close()
         server.thread.close()
 
@@ -120,11 +121,11 @@ def serve(settings: dict[str, Any]) -> Iterator[Callable[..., Server]]:
 def serve_process(
     settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., contextlib.AbstractContextManager[ApiClient]]:
-    """``with serve_process(path, **flags) as client``; the process is ``client.process``."""
+    """``with serve_process(path, **flags) as client``; ``client.process`` is the server."""
 
     @contextlib.contextmanager
-    def serve_process(path: Path, **more: Any) -> Iterator[ApiClient]:
-        argv = flags(model=path, **{**settings, **more})
+    def serve_process(path: Path, **more_flags: Any) -> Iterator[ApiClient]:
+        argv = flags(model=path, **{**settings, **more_flags})
         log = tmp_path_factory.mktemp("server") / "log"
         with ServerProcess(argv, log=log) as process:
             asyncio.run(process.until_healthy())
@@ -139,23 +140,23 @@ def serve_process(
 
 
 @pytest.fixture(scope="session")
-def rand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of two layers with a context of 256 tokens; no BOS before a text."""
+def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers with a context of 256 tokens; prompts get no BOS token."""
     folder = tmp_path_factory.mktemp("rand") / "rand"
     config = tiny_config()
     return write_checkpoint(folder, config, tokenizer=full_backend(config["vocab_size"]))
 
 
 @pytest.fixture(scope="session")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a scripted checkpoint; the same arguments give the same one."""
+def scripted_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``scripted_checkpoint(name=[pieces])`` writes a checkpoint, once for the same arguments."""
     folders: dict[str, Path] = {}
 
-    def script(*, options: dict[str, Any] | None = None, **scripts: Any) -> Path:
+    def scripted_checkpoint(*, options: dict[str, Any] | None = None, **scripts: Any) -> Path:
         key = repr((scripts, options))
         if key not in folders:
             folder = tmp_path_factory.mktemp("script") / "script"
             folders[key] = write_scripted(folder, scripts, **(options or {}))
         return folders[key]
 
-    return script
+    return scripted_checkpoint

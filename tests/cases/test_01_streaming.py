@@ -1,4 +1,4 @@
-"""Streams, server-sent events, and text from tokens."""
+"""Streaming: server-sent events, chunks, usage, and the text of tokens."""
 
 import json
 import math
@@ -13,21 +13,25 @@ from jaxserve.ipc.messages import FinishReason, RequestOutput
 from jaxserve.testing.api_client import CHAT, COMPLETIONS, Streamed
 from jaxserve.testing.scripted_checkpoint import EOS, SPM_EOS
 
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-HELD = ["xy", "a", b"\xf0", b"\x9f", b"\x94", b"\xa5", "x", "y!", "ok", EOS]
-HELD_TEXT = "xya\U0001f525xy!ok"
-HOLDING = {"stop": ["xyz"], "max_tokens": 20}
-"""Text is held back for the stop string, which is begun three times and never comes."""
+BOTH_ENDPOINTS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+HELD_BACK = ["xy", "a", b"\xf0", b"\x9f", b"\x94", b"\xa5", "x", "y!", "ok", EOS]
+HELD_BACK_TEXT = "xya\U0001f525xy!ok"
+HOLD_BACK = {"stop": ["xyz"], "max_tokens": 20}
+"""Text is held back three times for a stop string that begins but never completes."""
 
 
 @pytest.fixture(scope="module")
-def server(serve, script):
-    scripts = {"held": HELD, "ab": ["A", "B", EOS], "long": ["1", "2", "3", "4", "5", "6", "7"]}
-    return serve(script(**scripts)).one_token_at_a_time()
+def server(serve, scripted_checkpoint):
+    scripts = {
+        "held": HELD_BACK,
+        "ab": ["A", "B", EOS],
+        "long": ["1", "2", "3", "4", "5", "6", "7"],
+    }
+    return serve(scripted_checkpoint(**scripts)).with_one_token_per_output()
 
 
 def body(path, start, **more):
-    """A request to either endpoint that is answered with a script."""
+    """Returns a request to either endpoint whose prompt ends in ``<start>``."""
     if path == CHAT:
         return {"messages": [{"role": "user", "content": f"<{start}>"}], **more}
     return {"prompt": f"<{start}>", **more}
@@ -53,10 +57,12 @@ SPLIT = {
 
 
 @pytest.mark.parametrize("name", SPLIT)
-@BOTH
-def test_js_001_bytes_of_a_character_wait_for_each_other(serve, script, path, name) -> None:
-    checkpoint = script(**{name: [*pieces, EOS] for name, (pieces, _) in SPLIT.items()})
-    server = serve(checkpoint).one_token_at_a_time()
+@BOTH_ENDPOINTS
+def test_js_001_a_split_character_is_sent_whole(serve, scripted_checkpoint, path, name) -> None:
+    checkpoint = scripted_checkpoint(
+        **{name: [*pieces, EOS] for name, (pieces, _) in SPLIT.items()}
+    )
+    server = serve(checkpoint).with_one_token_per_output()
     pieces, text = SPLIT[name]
     for max_tokens in (len(pieces), len(pieces) + 1):
         request = body(path, name, max_tokens=max_tokens)
@@ -64,22 +70,22 @@ def test_js_001_bytes_of_a_character_wait_for_each_other(serve, script, path, na
         assert text_of(server.post(path, request).json()) == streamed.text() == text
 
 
-def test_js_002_many_characters_in_many_cuts(serve, script) -> None:
-    """Some are three tokens, some two, some one; no token may come twice."""
-    numbers = random.Random(2)
+def test_js_002_characters_are_decoded_however_they_are_split(serve, scripted_checkpoint) -> None:
+    """Characters have one, two or three tokens. A script must not contain a token twice."""
+    rng = random.Random(2)
     pieces: list[bytes] = []
     text = ""
     tails = [bytes([b]) for b in range(0x80, 0xC0)]
-    numbers.shuffle(tails)
+    rng.shuffle(tails)
     for i in range(30):
         lead = bytes([0xE4 + i % 6])
         middle, last = tails.pop(), tails.pop()
-        cut = 3 if i < 6 else numbers.choice([1, 2])
+        cut = 3 if i < 6 else rng.choice([1, 2])
         pieces += {1: [lead + middle + last], 2: [lead + middle, last], 3: [lead, middle, last]}[
             cut
         ]
         text += (lead + middle + last).decode()
-    server = serve(script(cjk=[*pieces, EOS])).one_token_at_a_time()
+    server = serve(scripted_checkpoint(cjk=[*pieces, EOS])).with_one_token_per_output()
     streamed = server.stream_complete("<cjk>", max_tokens=200)
     reply = server.complete("<cjk>", max_tokens=200, return_token_ids=True)["choices"][0]
     assert len(reply["token_ids"]) == len(pieces) + 1 > 50
@@ -90,37 +96,39 @@ def test_js_002_many_characters_in_many_cuts(serve, script) -> None:
 @pytest.mark.parametrize(
     ("name", "text"), [("hello", "Hello world again"), ("led", " leading"), ("bytes", " \u4e2d x")]
 )
-@BOTH
-def test_js_005_spaces_of_sentencepiece_tokens(serve, script, path, name, text) -> None:
+@BOTH_ENDPOINTS
+def test_js_005_spaces_of_sentencepiece_tokens_are_kept(
+    serve, scripted_checkpoint, path, name, text
+) -> None:
     server = serve(
-        script(
+        scripted_checkpoint(
             hello=["Hello", " world", " again", SPM_EOS],
             led=[" lead", "ing", SPM_EOS],
             bytes=[" ", b"\xe4", b"\xb8", b"\xad", " x", SPM_EOS],
             options={"spm": True},
         )
-    ).one_token_at_a_time()
+    ).with_one_token_per_output()
     request = body(path, name, max_tokens=9)
     assert server.stream(path, request).text() == text
     assert text_of(server.post(path, request).json()) == text
 
 
-@BOTH
-def test_js_007_usage_comes_once_when_asked_for(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_007_usage_is_sent_once_if_requested(server, path) -> None:
     request = body(path, "long", max_tokens=5)
-    asked = server.stream(path, {**request, "stream_options": {"include_usage": True}})
-    plain = server.stream(path, request)
+    with_usage = server.stream(path, {**request, "stream_options": {"include_usage": True}})
+    without_usage = server.stream(path, request)
     expected = server.post(path, request).json()["usage"]
     assert expected["completion_tokens"] == 5
     assert expected["total_tokens"] == expected["prompt_tokens"] + 5
-    assert [chunk["usage"] for chunk in asked.chunks if chunk.get("usage")] == [expected]
-    assert asked.usage == expected
-    assert asked.done
-    assert not any(chunk.get("usage") for chunk in plain.chunks)
-    assert len(asked.chunks) == len(plain.chunks) + 1 == 5 + 1 + (path == CHAT)
+    assert [chunk["usage"] for chunk in with_usage.chunks if chunk.get("usage")] == [expected]
+    assert with_usage.usage == expected
+    assert with_usage.done
+    assert not any(chunk.get("usage") for chunk in without_usage.chunks)
+    assert len(with_usage.chunks) == len(without_usage.chunks) + 1 == 5 + 1 + (path == CHAT)
 
 
-@BOTH
+@BOTH_ENDPOINTS
 def test_js_008_the_usage_chunk_has_no_choices(server, path) -> None:
     request = body(path, "ab", max_tokens=9, stream_options={"include_usage": True})
     *chunks, last = server.stream(path, request).chunks
@@ -131,22 +139,22 @@ def test_js_008_the_usage_chunk_has_no_choices(server, path) -> None:
         assert chunk.get("usage") is None
 
 
-@BOTH
-def test_js_009_stream_options_out_of_place_or_empty(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_009_stream_options_need_a_stream_and_may_be_empty(server, path) -> None:
     options = {"include_usage": True}
-    for off in (False, None):
-        request = body(path, "ab", max_tokens=2, stream_options=options, stream=off)
+    for stream in (False, None):
+        request = body(path, "ab", max_tokens=2, stream_options=options, stream=stream)
         assert server.refused(path, request)["param"] == "stream_options"
     for empty in (None, {}, {"include_usage": None}, {"include_usage": False}):
         streamed = server.stream(path, body(path, "ab", max_tokens=2, stream_options=empty))
         assert streamed.text() == "AB"
         assert not any(chunk.get("usage") for chunk in streamed.chunks)
-    alone = server.stream(
+    without_totals = server.stream(
         path, body(path, "ab", max_tokens=2, stream_options={"continuous_usage_stats": True})
     )
-    assert alone.text() == "AB"
-    both = {"include_usage": True, "continuous_usage_stats": True}
-    streamed = server.stream(path, body(path, "long", max_tokens=4, stream_options=both))
+    assert without_totals.text() == "AB"
+    continuous = {"include_usage": True, "continuous_usage_stats": True}
+    streamed = server.stream(path, body(path, "long", max_tokens=4, stream_options=continuous))
     counts = [chunk["usage"]["completion_tokens"] for chunk in streamed.chunks]
     assert counts == [*([0] if path == CHAT else []), 1, 2, 3, 4, 4]
     for wrong in (3, "yes", [], {"include_usage": "yes"}):
@@ -155,39 +163,39 @@ def test_js_009_stream_options_out_of_place_or_empty(server, path) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [3, 9, 20])
-@BOTH
+@BOTH_ENDPOINTS
 def test_js_010_usage_counts_tokens_and_not_chunks(server, path, max_tokens) -> None:
-    request = body(path, "held", **{**HOLDING, "max_tokens": max_tokens})
+    request = body(path, "held", **{**HOLD_BACK, "max_tokens": max_tokens})
     streamed = server.stream(path, {**request, "stream_options": {"include_usage": True}})
-    sampled = min(max_tokens, len(HELD))
+    sampled = min(max_tokens, len(HELD_BACK))
     assert streamed.usage["completion_tokens"] == sampled
     assert server.post(path, request).json()["usage"] == streamed.usage
     assert len(streamed.deltas()) < sampled
 
 
-@BOTH
-def test_js_011_a_natural_end_says_stop(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_011_the_finish_reason_of_an_end_token_is_stop(server, path) -> None:
     streamed = server.stream(path, body(path, "ab", max_tokens=20))
     assert streamed.finish_reason() == "stop"
     assert streamed.done
     assert streamed.text() == "AB"
 
 
-@BOTH
-def test_js_012_chunks_have_every_field(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_012_every_chunk_has_the_required_fields(server, path) -> None:
     options = {"include_usage": True}
-    request = body(path, "held", **HOLDING, n=2, stream_options=options, logprobs=1)
+    request = body(path, "held", **HOLD_BACK, n=2, stream_options=options, logprobs=1)
     if path == CHAT:
         request["logprobs"] = True
     chunks = server.stream(path, request).chunks
-    assert len(chunks) == 2 * (len(HELD) + (path == CHAT)) + 1
+    assert len(chunks) == 2 * (len(HELD_BACK) + (path == CHAT)) + 1
     for chunk in chunks:
-        # Whether JSON's numbers and texts fit the types of the official client, as they stand.
+        # Strict: the types of the official client accept the JSON values without conversion.
         if path == CHAT:
             ChatCompletionChunk.model_validate_json(json.dumps(chunk), strict=True)
         else:
-            known = {**chunk, "choices": [c for c in chunk["choices"] if c["finish_reason"]]}
-            Completion.model_validate_json(json.dumps(known), strict=True)
+            finished = {**chunk, "choices": [c for c in chunk["choices"] if c["finish_reason"]]}
+            Completion.model_validate_json(json.dumps(finished), strict=True)
         assert chunk.keys() >= {"id", "object", "created", "model", "choices"}
         for choice in chunk["choices"]:
             assert choice.keys() >= {"index", "finish_reason"}
@@ -195,7 +203,7 @@ def test_js_012_chunks_have_every_field(server, path) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_js_013_the_role_comes_first_and_once(server, n) -> None:
+def test_js_013_the_role_is_sent_once_in_the_first_chunk(server, n) -> None:
     streamed = server.stream_chat("<long>", max_tokens=4, n=n)
     for index in range(n):
         first, *rest = (choice["delta"] for choice in streamed.choices(index))
@@ -207,7 +215,7 @@ def test_js_013_the_role_comes_first_and_once(server, n) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 5, 7, 20])
 def test_js_014_every_chunk_has_a_delta(server, max_tokens) -> None:
-    streamed = server.stream_chat("<held>", **{**HOLDING, "max_tokens": max_tokens})
+    streamed = server.stream_chat("<held>", **{**HOLD_BACK, "max_tokens": max_tokens})
     deltas = [choice["delta"] for choice in streamed.choices()]
     assert all(isinstance(delta, dict) for delta in deltas)
     assert all(isinstance(delta.get("content", ""), str) for delta in deltas)
@@ -215,68 +223,70 @@ def test_js_014_every_chunk_has_a_delta(server, max_tokens) -> None:
 
 
 class FailingEngine:
-    """Breaks off the answers to one prompt after some tokens: as the engine does, or by a bug."""
+    """Fails the requests with one prompt after some tokens: with an error output, or by a bug."""
 
-    def __init__(self, engine, prompt, *, after, how) -> None:
-        self._engine, self._prompt, self._after, self._how = engine, prompt, after, how
+    def __init__(self, engine, prompt, *, after, kind) -> None:
+        self._engine, self._prompt, self._after, self._kind = engine, prompt, after, kind
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
     async def generate(self, request):
-        left = self._after if request.prompt_token_ids == self._prompt else math.inf
+        remaining = self._after if request.prompt_token_ids == self._prompt else math.inf
         outputs = self._engine.generate(request)
         async for output in outputs:
-            if len(output.token_ids) < left:
-                left -= len(output.token_ids)
+            if len(output.token_ids) < remaining:
+                remaining -= len(output.token_ids)
                 yield output
                 continue
-            if left:
-                ids = output.token_ids[:left]
+            if remaining:
+                ids = output.token_ids[:remaining]
                 yield RequestOutput(request.request_id, ids, scheduled_s=output.scheduled_s)
             await outputs.aclose()
-            if self._how == "bug":
+            if self._kind == "bug":
                 raise RuntimeError("secret")
             yield RequestOutput(request.request_id, [], FinishReason.ERROR)
             return
 
 
 @pytest.fixture(params=["engine", "bug"])
-def failing(server, monkeypatch, request):
-    """Makes the answers to <long> fail after so many tokens."""
+def inject_failure(server, monkeypatch, request):
+    """``inject_failure(after=3)`` makes the completions of ``<long>`` fail after 3 tokens."""
 
     def fail(*, after: int) -> None:
         prompt = server.tokenizer.encode("<long>")
-        engine = FailingEngine(server.text_engine.engine, prompt, after=after, how=request.param)
+        engine = FailingEngine(server.text_engine.engine, prompt, after=after, kind=request.param)
         monkeypatch.setattr(server.text_engine, "engine", engine)
 
     return fail
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@BOTH
-def test_js_016_a_failure_after_the_headers_is_told(server, failing, path, n) -> None:
-    failing(after=3)
+@BOTH_ENDPOINTS
+def test_js_016_a_failure_after_the_headers_is_reported(server, inject_failure, path, n) -> None:
+    inject_failure(after=3)
     with ThreadPoolExecutor() as pool:
-        x = pool.submit(server.stream, path, body(path, "long", max_tokens=9, n=n))
-        y = pool.submit(server.stream, path, body(path, "held", **HOLDING))
-    *chunks, error = x.result().chunks
+        failed = pool.submit(server.stream, path, body(path, "long", max_tokens=9, n=n))
+        other = pool.submit(server.stream, path, body(path, "held", **HOLD_BACK))
+    *chunks, error = failed.result().chunks
     assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"]].count(None) == len(
         chunks
     )
-    assert x.result().raw.startswith(b"data: ")
+    assert failed.result().raw.startswith(b"data: ")
     assert set(error) == {"error"}
     assert error["error"]["code"] == 500
     assert error["error"]["message"]
     assert "secret" not in error["error"]["message"]
-    assert y.result().text() == HELD_TEXT
+    assert other.result().text() == HELD_BACK_TEXT
     server.good_request()
     server.until_idle()
 
 
-def test_js_017_errors_are_the_same_with_and_without_a_stream(server, serve, script) -> None:
-    raising = serve(
-        script(
+def test_js_017_errors_are_the_same_with_and_without_streaming(
+    server, serve, scripted_checkpoint
+) -> None:
+    raising_server = serve(
+        scripted_checkpoint(
             ab=["A", "B", EOS],
             options={"tokenizer_config": {"chat_template": "{{ raise_exception('no') }}"}},
         )
@@ -291,31 +301,35 @@ def test_js_017_errors_are_the_same_with_and_without_a_stream(server, serve, scr
         (server, CHAT, body(CHAT, "ab", model="nobody"), 404),
         (server, CHAT, body(CHAT, "ab", response_format=schema), 400),
         (server, CHAT, body(CHAT, "x" * 300), 400),
-        (raising, CHAT, body(CHAT, "ab"), 400),
+        (raising_server, CHAT, body(CHAT, "ab"), 400),
     ]
-    for of, path, request, status in cases:
-        plain = of.refused(path, {**request, "stream": False}, status=status)
-        assert of.refused(path, {**request, "stream": True}, status=status) == plain
+    for target, path, request, status in cases:
+        plain = target.refused(path, {**request, "stream": False}, status=status)
+        assert target.refused(path, {**request, "stream": True}, status=status) == plain
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@BOTH
-def test_js_018_a_failure_before_the_first_token_is_told(server, failing, path, n) -> None:
-    failing(after=0)
-    check_failure(server, path, body(path, "long", max_tokens=9, n=n))
+@BOTH_ENDPOINTS
+def test_js_018_a_failure_before_the_first_token_is_reported(
+    server, inject_failure, path, n
+) -> None:
+    inject_failure(after=0)
+    assert_error_reported(server, path, body(path, "long", max_tokens=9, n=n))
 
 
 @pytest.mark.parametrize("after", [0, 3])
-def test_js_018_one_of_several_prompts_fails(server, failing, after) -> None:
-    failing(after=after)
-    check_failure(server, COMPLETIONS, {"prompt": ["<held>", "<long>", "<ab>"], "max_tokens": 9})
+def test_js_018_a_failure_of_one_prompt_is_reported(server, inject_failure, after) -> None:
+    inject_failure(after=after)
+    assert_error_reported(
+        server, COMPLETIONS, {"prompt": ["<held>", "<long>", "<ab>"], "max_tokens": 9}
+    )
 
 
-def check_failure(server, path, request):
-    """A reply, and the end of a stream, that say that something has gone wrong."""
-    whole = server.post(path, request)
-    assert whole.status_code == 500
-    assert whole.json()["error"]["message"]
+def assert_error_reported(server, path, request):
+    """Asserts that the reply, and the end of the stream, report an internal error."""
+    reply = server.post(path, request)
+    assert reply.status_code == 500
+    assert reply.json()["error"]["message"]
     streamed = server.post(path, {**request, "stream": True})
     if streamed.status_code == 200:
         *_, error = Streamed.parse(streamed.headers, streamed.content).chunks
@@ -327,8 +341,8 @@ def check_failure(server, path, request):
     server.until_idle()
 
 
-@BOTH
-def test_js_019_chunks_of_a_stream_have_one_id(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_019_chunks_of_a_stream_share_one_id(server, path) -> None:
     options = {"include_usage": True}
     request = body(path, "long", max_tokens=5, n=2, stream_options=options)
     streams = [server.stream(path, request) for _ in range(2)]
@@ -341,30 +355,30 @@ def test_js_019_chunks_of_a_stream_have_one_id(server, path) -> None:
     assert all(i.startswith(prefix) for i in ids)
 
 
-def test_js_020_numbers_of_silent_steps_are_not_lost(server) -> None:
-    request = body(CHAT, "held", **HOLDING, logprobs=True, top_logprobs=2)
+def test_js_020_logprobs_of_held_back_text_are_sent(server) -> None:
+    request = body(CHAT, "held", **HOLD_BACK, logprobs=True, top_logprobs=2)
     streamed = server.stream(CHAT, {**request, "stream_options": {"include_usage": True}})
-    whole = server.post(CHAT, request).json()
+    reply = server.post(CHAT, request).json()
     entries = [
         entry
         for choice in streamed.choices()
         if choice["logprobs"]
         for entry in choice["logprobs"]["content"]
     ]
-    assert len(entries) == streamed.usage["completion_tokens"] == len(HELD)
-    assert entries == whole["choices"][0]["logprobs"]["content"]
-    assert b"".join(bytes(entry["bytes"]) for entry in entries[:-1]).decode() == HELD_TEXT
-    completion = server.stream_complete("<held>", **HOLDING, logprobs=2)
+    assert len(entries) == streamed.usage["completion_tokens"] == len(HELD_BACK)
+    assert entries == reply["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries[:-1]).decode() == HELD_BACK_TEXT
+    completion = server.stream_complete("<held>", **HOLD_BACK, logprobs=2)
     tokens = [t for c in completion.choices() if c["logprobs"] for t in c["logprobs"]["tokens"]]
-    reply = server.complete("<held>", **HOLDING, logprobs=2)
+    reply = server.complete("<held>", **HOLD_BACK, logprobs=2)
     assert tokens == reply["choices"][0]["logprobs"]["tokens"]
-    assert len(tokens) == len(HELD)
+    assert len(tokens) == len(HELD_BACK)
 
 
 @pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}, {"n": 2}])
-@BOTH
-def test_js_021_events_are_framed_exactly(server, path, more) -> None:
-    streamed = server.stream(path, body(path, "held", **HOLDING, **more))
+@BOTH_ENDPOINTS
+def test_js_021_events_follow_the_sse_format(server, path, more) -> None:
+    streamed = server.stream(path, body(path, "held", **HOLD_BACK, **more))
     assert streamed.headers["content-type"].startswith("text/event-stream")
     assert streamed.headers["cache-control"] == "no-cache"
     assert streamed.raw.endswith(b"\n\ndata: [DONE]\n\n")

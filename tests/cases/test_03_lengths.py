@@ -1,4 +1,4 @@
-"""Limits of prompts and answers."""
+"""Length limits: the context, max_tokens and the size of the KV cache."""
 
 import logging
 
@@ -7,12 +7,12 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.testing.api_client import CHAT, COMPLETIONS
 
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+BOTH_ENDPOINTS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 
 @pytest.fixture(scope="module")
-def checkpoint(script):
-    return script(on=["a", "b"])
+def checkpoint(scripted_checkpoint):
+    return scripted_checkpoint(on=["a", "b"])
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def body(path, text="<on>", **more):
     return {"prompt": text, **more}
 
 
-def answer(server, path, **more):
-    """How many tokens came, and why no more."""
+def length_and_reason(server, path, **more):
+    """Returns the number of completion tokens and the finish reason."""
     reply = server.post(path, body(path, **more))
     assert reply.status_code == 200, reply.text
     (choice,) = reply.json()["choices"]
@@ -36,7 +36,9 @@ def answer(server, path, **more):
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 5])
 @pytest.mark.parametrize("length", [32, 40, 3000])
-def test_js_045_a_prompt_over_the_context(serve, checkpoint, max_tokens, length) -> None:
+def test_js_045_a_prompt_longer_than_the_context_is_refused(
+    serve, checkpoint, max_tokens, length
+) -> None:
     server = serve(checkpoint, max_model_len=32)
     before = server.metric("prompt_tokens_total")
     requests = [
@@ -57,7 +59,7 @@ def test_js_045_a_prompt_over_the_context(serve, checkpoint, max_tokens, length)
     server.good_request()
 
 
-def test_js_046_prompt_and_answer_over_the_context(serve, checkpoint) -> None:
+def test_js_046_prompt_plus_max_tokens_must_fit_the_context(serve, checkpoint) -> None:
     server = serve(checkpoint, max_model_len=32)
     requests = [
         (COMPLETIONS, {"prompt": [1] * 8, "max_tokens": 30}, "max_tokens"),
@@ -68,21 +70,21 @@ def test_js_046_prompt_and_answer_over_the_context(serve, checkpoint) -> None:
     for path, request, param in requests:
         error = server.refused(path, request)
         assert error["code"] == "context_length_exceeded"
-        asked = request.get("max_tokens") or request["max_completion_tokens"]
-        for number in (8, asked, 32):
+        requested = request.get("max_tokens") or request["max_completion_tokens"]
+        for number in (8, requested, 32):
             assert str(number) in error["message"]
         assert error["param"] == param
-    # What fits exactly is served.
+    # A request that fits exactly is served.
     reply = server.complete([1] * 8, max_tokens=24, ignore_eos=True)
     assert reply["usage"]["total_tokens"] == 32
     assert reply["choices"][0]["finish_reason"] == "length"
 
 
-def test_js_048_answers_of_no_given_length(server) -> None:
-    assert answer(server, COMPLETIONS) == (16, "length")
-    assert answer(server, COMPLETIONS, max_tokens=None) == (16, "length")
-    assert answer(server, CHAT) == (255, "length")
-    # Near the end of the context both stop there.
+def test_js_048_max_tokens_has_a_default(server) -> None:
+    assert length_and_reason(server, COMPLETIONS) == (16, "length")
+    assert length_and_reason(server, COMPLETIONS, max_tokens=None) == (16, "length")
+    assert length_and_reason(server, CHAT) == (255, "length")
+    # Near the end of the context, the context is the limit.
     reply = server.complete([1] * 250, ignore_eos=True)
     assert (reply["usage"]["completion_tokens"], reply["choices"][0]["finish_reason"]) == (
         6,
@@ -90,24 +92,33 @@ def test_js_048_answers_of_no_given_length(server) -> None:
     )
 
 
-def test_js_049_both_names_of_the_length(server, caplog) -> None:
+def test_js_049_max_completion_tokens_overrides_max_tokens(server, caplog) -> None:
     with caplog.at_level(logging.INFO):
-        assert answer(server, CHAT, max_completion_tokens=3) == (3, "length")
-        assert answer(server, CHAT, max_tokens=9, max_completion_tokens=3) == (3, "length")
-        assert answer(server, CHAT, max_tokens=3, max_completion_tokens=None) == (3, "length")
-        assert answer(server, COMPLETIONS, max_completion_tokens=4, max_tokens=4) == (4, "length")
-        assert answer(server, COMPLETIONS, max_completion_tokens=4) == (4, "length")
+        assert length_and_reason(server, CHAT, max_completion_tokens=3) == (3, "length")
+        assert length_and_reason(server, CHAT, max_tokens=9, max_completion_tokens=3) == (
+            3,
+            "length",
+        )
+        assert length_and_reason(server, CHAT, max_tokens=3, max_completion_tokens=None) == (
+            3,
+            "length",
+        )
+        assert length_and_reason(server, COMPLETIONS, max_completion_tokens=4, max_tokens=4) == (
+            4,
+            "length",
+        )
+        assert length_and_reason(server, COMPLETIONS, max_completion_tokens=4) == (4, "length")
     assert not [r for r in caplog.records if "max_" in r.getMessage()]
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("value", [-1, 2.5, True, False, 1e12, 10**12, 2**64, "5", [5], {}])
-@BOTH
-def test_js_050_impossible_lengths(server, path, value, field) -> None:
+@BOTH_ENDPOINTS
+def test_js_050_invalid_lengths_are_refused(server, path, value, field) -> None:
     assert server.refused(path, body(path, **{field: value}))["param"] == field
 
 
-def test_js_050_zero_tokens(server) -> None:
+def test_js_050_zero_tokens_are_allowed_for_completions_only(server) -> None:
     assert server.refused(CHAT, body(CHAT, max_tokens=0))["param"] == "max_tokens"
     for echo, text in ((False, ""), (True, "<on>")):
         reply = server.complete("<on>", max_tokens=0, echo=echo)
@@ -117,8 +128,8 @@ def test_js_050_zero_tokens(server) -> None:
         assert server.stream_complete("<on>", max_tokens=0, echo=echo).text() == text
 
 
-def test_js_051_a_prompt_that_no_pool_can_hold(serve, checkpoint) -> None:
-    """11 blocks of 4 tokens can be handed out; the model's own context is 256."""
+def test_js_051_a_request_larger_than_the_kv_cache_is_refused(serve, checkpoint) -> None:
+    """The cache has 11 usable blocks of 4 tokens; the context of the model is 256 tokens."""
     with pytest.raises(ConfigError, match="largest that fits is 44"):
         serve(checkpoint, max_model_len=256, block_size=4, num_blocks=12)
     server = serve(checkpoint, block_size=4, num_blocks=12)

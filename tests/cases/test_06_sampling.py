@@ -1,4 +1,4 @@
-"""How tokens are chosen: what the parameters do, and what they must not do to other requests."""
+"""Sampling parameters: their effects, their limits, and their independence of other requests."""
 
 import asyncio
 import contextlib
@@ -19,23 +19,23 @@ from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
 from jaxserve.testing.tiny_tokenizer import full_backend
 from jaxserve.testing.tolerance import assert_close
 
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+BOTH_ENDPOINTS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 VOCAB_SIZE = 512
 PROMPT = [7, 300, 41, 41, 9]
 
 
 @pytest.fixture(scope="module")
-def server(serve, rand):
-    return serve(rand, max_num_seqs=8)
+def server(serve, random_checkpoint):
+    return serve(random_checkpoint, max_num_seqs=8)
 
 
 @pytest.fixture(scope="module")
-def reference(rand) -> Reference:
-    return Reference(dict(open_checkpoint(str(rand)).tensors()))
+def reference(random_checkpoint) -> Reference:
+    return Reference(dict(open_checkpoint(str(random_checkpoint)).tensors()))
 
 
 def body(count: int, prompt: Any = PROMPT, **more: Any) -> dict[str, Any]:
-    """A request for so many tokens, whichever they are."""
+    """Returns a request for exactly ``count`` tokens."""
     return {
         "prompt": prompt,
         "max_tokens": count,
@@ -45,57 +45,57 @@ def body(count: int, prompt: Any = PROMPT, **more: Any) -> dict[str, Any]:
     }
 
 
-def answers(server, count: int, prompt: Any = PROMPT, **more: Any) -> list[list[int]]:
-    """The tokens of every answer, by index."""
+def generate_all(server, count: int, prompt: Any = PROMPT, **more: Any) -> list[list[int]]:
+    """Returns the token IDs of every choice, by index."""
     choices = server.complete(**body(count, prompt, **more))["choices"]
     return [c["token_ids"] for c in sorted(choices, key=lambda choice: choice["index"])]
 
 
-def answer(server, count: int, prompt: Any = PROMPT, **more: Any) -> list[int]:
-    (tokens,) = answers(server, count, prompt, **more)
+def generate(server, count: int, prompt: Any = PROMPT, **more: Any) -> list[int]:
+    (tokens,) = generate_all(server, count, prompt, **more)
     return tokens
 
 
-class Together:
-    """An engine that begins when so many requests are there, in the order in which they came."""
+class StartTogether:
+    """An engine that starts requests in order of arrival, once ``count`` of them have arrived."""
 
     def __init__(self, engine: Any, count: int) -> None:
         self._engine = engine
         self._count = count
-        self._complete = asyncio.Event()
-        self.num_here = 0
+        self._all_arrived = asyncio.Event()
+        self.num_arrived = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
-        self.num_here += 1
-        if self.num_here == self._count:
-            self._complete.set()
-        await self._complete.wait()
+        self.num_arrived += 1
+        if self.num_arrived == self._count:
+            self._all_arrived.set()
+        await self._all_arrived.wait()
         async with contextlib.aclosing(self._engine.generate(request)) as outputs:
             async for output in outputs:
                 yield output
 
 
-def together(server, bodies: list[dict[str, Any]]) -> list[list[int]]:
-    """The answers to requests that run in the same steps, in this order of rows."""
+def generate_together(server, bodies: list[dict[str, Any]]) -> list[list[int]]:
+    """Returns the token IDs of requests that run in the same steps, in rows in this order."""
     engine = server.text_engine.engine
-    gate = server.text_engine.engine = Together(engine, len(bodies))
+    barrier = server.text_engine.engine = StartTogether(engine, len(bodies))
     try:
         with ThreadPoolExecutor(len(bodies)) as pool:
             replies = []
             for request in bodies:
                 replies.append(pool.submit(lambda r: server.complete(**r), request))
-                server.until(lambda: gate.num_here == len(replies))
+                server.until(lambda: barrier.num_arrived == len(replies))
         return [reply.result()["choices"][0]["token_ids"] for reply in replies]
     finally:
         server.text_engine.engine = engine
 
 
 @pytest.mark.parametrize("temperature", ["1e-3", "1e-4", "1e-5", "1e-6", "1e-12", "5e-324"])
-def test_js_084_tiny_temperatures_are_greedy(serve, rand, temperature) -> None:
-    server = serve(rand, dtype="bfloat16")
+def test_js_084_tiny_temperatures_are_greedy(serve, random_checkpoint, temperature) -> None:
+    server = serve(random_checkpoint, dtype="bfloat16")
     prompts = [random.Random(i).choices(range(VOCAB_SIZE), k=5) for i in range(16)]
     greedy, tiny = (
         server.complete(**body(3, prompts, temperature=t, seed=1, logprobs=2))["choices"]
@@ -105,7 +105,7 @@ def test_js_084_tiny_temperatures_are_greedy(serve, rand, temperature) -> None:
     for one, other in zip(greedy, tiny, strict=True):
         assert one["index"] == other["index"]
         assert all(np.isfinite(other["logprobs"]["token_logprobs"]))
-        # Where two tokens are about as likely, a low temperature may still choose.
+        # If two tokens are almost equally likely, a low temperature may pick either.
         best = (sorted(t.values())[-2:] for t in one["logprobs"]["top_logprobs"])
         if min(high - low for low, high in best) > 0.1:
             num_clear += 1
@@ -114,31 +114,31 @@ def test_js_084_tiny_temperatures_are_greedy(serve, rand, temperature) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [8, 1, 3, 5, 7])
-def test_js_085_rows_keep_their_own_parameters(server, reference, num_rows) -> None:
+def test_js_085_each_row_uses_its_own_parameters(server, reference, num_rows) -> None:
     sampled = {"temperature": 1.5, "top_k": 3}
     prompts = [[20 + i, 30, 40] for i in range(num_rows)]
-    for first in (0, 1):
-        kinds = [{"temperature": 0} if i % 2 == first else sampled for i in range(num_rows)]
+    for parity in (0, 1):
+        kinds = [{"temperature": 0} if i % 2 == parity else sampled for i in range(num_rows)]
         bodies = [body(6, p, **kind) for p, kind in zip(prompts, kinds, strict=True)]
-        got = together(server, bodies)
-        for prompt, kind, tokens in zip(prompts, kinds, got, strict=True):
+        completions = generate_together(server, bodies)
+        for prompt, kind, tokens in zip(prompts, kinds, completions, strict=True):
             logits = reference.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
             ranks = [(row > row[token]).sum() for row, token in zip(logits, tokens, strict=True)]
             assert max(ranks) <= (2 if kind is sampled else 0)
 
 
 @pytest.mark.parametrize("top_k", [None, -1, 0, VOCAB_SIZE])
-def test_js_086_no_top_k_is_all_tokens(server, reference, top_k) -> None:
+def test_js_086_without_top_k_all_tokens_can_be_sampled(server, reference, top_k) -> None:
     probabilities = np.exp(reference.logprobs(PROMPT)[-1])
     more = {} if top_k is None else {"top_k": top_k}
     counts = Counter(
         tokens[0]
         for seed in (1, 1000)
-        for tokens in answers(server, 1, n=100, temperature=1, seed=seed, **more)
+        for tokens in generate_all(server, 1, n=100, temperature=1, seed=seed, **more)
     )
     assert counts.total() == 200
     assert len(counts) > 50
-    # In ten groups of tokens, as likely together as each other, from the likely ones to the rare.
+    # Ten groups of tokens, from likely to rare, each with about a tenth of the probability.
     order = np.argsort(-probabilities)
     group = np.empty(VOCAB_SIZE, int)
     group[order] = np.minimum(10 * np.cumsum(probabilities[order]), 9.999)
@@ -148,12 +148,12 @@ def test_js_086_no_top_k_is_all_tokens(server, reference, top_k) -> None:
     assert chi_square < 27.9  # 9 degrees of freedom: exceeded once in 1000 times
 
 
-@BOTH
-def test_js_087_top_k_of_odd_values(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_087_top_k_accepts_large_values_and_refuses_invalid_ones(server, path) -> None:
     sampled = {"temperature": 1.3, "seed": 8}
-    expected = answer(server, 8, **sampled)
+    expected = generate(server, 8, **sampled)
     for top_k in (0, -1, VOCAB_SIZE + 1, 10**6, 2**31 - 1, 2**31, 2**62):
-        assert answer(server, 8, top_k=top_k, **sampled) == expected
+        assert generate(server, 8, top_k=top_k, **sampled) == expected
     messages = [{"role": "user", "content": "a"}]
     for top_k in (-2, 1.5, "3", True, -(2**40)):
         request = {"prompt": "a", "messages": messages, "top_k": top_k, "temperature": 1}
@@ -161,8 +161,8 @@ def test_js_087_top_k_of_odd_values(server, path) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_defaults(tmp_path_factory):
-    """Writes the checkpoint of `rand` with a generation_config.json."""
+def checkpoint_with_defaults(tmp_path_factory):
+    """``checkpoint_with_defaults(config)`` writes `random_checkpoint` with a generation config."""
 
     def write(generation_config):
         config = tiny_config()
@@ -177,17 +177,19 @@ def with_defaults(tmp_path_factory):
     return write
 
 
-def test_js_087_a_checkpoint_with_top_k_0(server, serve, with_defaults) -> None:
-    other = serve(with_defaults({"top_k": 0, "do_sample": True}), max_num_seqs=8)
-    assert answer(other, 8, seed=3) == answer(server, 8, seed=3)
+def test_js_087_top_k_0_in_a_checkpoint_means_no_limit(
+    server, serve, checkpoint_with_defaults
+) -> None:
+    other = serve(checkpoint_with_defaults({"top_k": 0, "do_sample": True}), max_num_seqs=8)
+    assert generate(other, 8, seed=3) == generate(server, 8, seed=3)
 
 
 @pytest.mark.parametrize("num_others", [1, 7])
-def test_js_090_a_seed_is_enough(server, num_others) -> None:
+def test_js_090_a_seed_determines_the_tokens_in_any_batch(server, num_others) -> None:
     request = body(16, seed=42, temperature=0.8)
-    alone = answer(server, 16, seed=42, temperature=0.8)
-    assert alone == answer(server, 16, seed=42, temperature=0.8)
-    assert alone != answer(server, 16, seed=43, temperature=0.8)
+    alone = generate(server, 16, seed=42, temperature=0.8)
+    assert alone == generate(server, 16, seed=42, temperature=0.8)
+    assert alone != generate(server, 16, seed=43, temperature=0.8)
     others: list[dict[str, Any]] = [{}, {"seed": 5}, {"temperature": 0}, {"top_p": 0.9}]
     for row in {0, num_others // 2, num_others}:
         bodies = [
@@ -195,68 +197,70 @@ def test_js_090_a_seed_is_enough(server, num_others) -> None:
             for i in range(num_others)
         ]
         bodies.insert(row, request)
-        assert together(server, bodies)[row] == alone
+        assert generate_together(server, bodies)[row] == alone
 
 
-SMALL = {"temperature": 0.5, "top_p": 0.75}
+SAMPLING_DEFAULTS = {"temperature": 0.5, "top_p": 0.75}
 
 
 @pytest.fixture(scope="module")
-def starts(serve_process, with_defaults):
-    """Twice: 8 equal answers at once of a process that has just been started, and its output."""
-    path, found = with_defaults(SMALL), []
+def fresh_starts(serve_process, checkpoint_with_defaults):
+    """Tokens of 8 equal prompts in one request, and the log, of each of two fresh processes."""
+    path, results = checkpoint_with_defaults(SAMPLING_DEFAULTS), []
     for _ in range(2):
         with serve_process(path) as client:
-            tokens = answers(client, 8, [PROMPT] * 8, temperature=1, top_p=1)
-            found.append((tokens, client.process._log.read_text()))
-    return found
+            tokens = generate_all(client, 8, [PROMPT] * 8, temperature=1, top_p=1)
+            results.append((tokens, client.process._log.read_text()))
+    return results
 
 
-def test_js_091_without_a_seed_all_answers_differ(starts) -> None:
-    tokens = [tuple(answer) for answers, _ in starts for answer in answers]
+def test_js_091_without_a_seed_all_completions_differ(fresh_starts) -> None:
+    tokens = [tuple(completion) for completions, _ in fresh_starts for completion in completions]
     assert len(tokens) == 16
     assert len(set(tokens)) == 16
 
 
-def test_js_091_nor_does_n_share_a_key(server) -> None:
-    assert len(set(map(tuple, answers(server, 8, n=8, temperature=1)))) == 8
+def test_js_091_choices_of_one_request_differ_without_a_seed(server) -> None:
+    assert len(set(map(tuple, generate_all(server, 8, n=8, temperature=1)))) == 8
 
 
 def test_js_092_seeds_have_64_bits(server) -> None:
     seeds = [-1, -(2**63), 7, 2**31, 2**31 + 7, 2**32 - 1, 2**32 + 7, 2**63 - 1]
-    found = {seed: tuple(answer(server, 6, seed=seed)) for seed in seeds}
+    found = {seed: tuple(generate(server, 6, seed=seed)) for seed in seeds}
     assert len(set(found.values())) == len(seeds)
     for seed in seeds:
-        assert tuple(answer(server, 6, seed=seed)) == found[seed]
-    # The seed of the second answer is one more.
+        assert tuple(generate(server, 6, seed=seed)) == found[seed]
+    # The second choice uses the next seed.
     for seed in (2**63 - 1, -1):
-        two = answers(server, 6, seed=seed, n=2)
-        assert tuple(two[0]) == found[seed]
-        assert two[1] != two[0]
-        assert two == answers(server, 6, seed=seed, n=2)
-    assert answer(server, 6, seed=None) != answer(server, 6, seed=None)
+        pair = generate_all(server, 6, seed=seed, n=2)
+        assert tuple(pair[0]) == found[seed]
+        assert pair[1] != pair[0]
+        assert pair == generate_all(server, 6, seed=seed, n=2)
+    assert generate(server, 6, seed=None) != generate(server, 6, seed=None)
 
 
 @pytest.mark.parametrize("seed", [2**64, 2**63, -(2**63) - 1, 1.5, "7", True, [7]])
-@BOTH
-def test_js_092_other_seeds_are_refused(server, path, seed) -> None:
+@BOTH_ENDPOINTS
+def test_js_092_seeds_that_are_not_64_bit_integers_are_refused(server, path, seed) -> None:
     messages = [{"role": "user", "content": "a"}]
     error = server.refused(path, {"prompt": "a", "messages": messages, "seed": seed})
     assert error["param"] == "seed"
 
 
-def test_js_093_greedy_answers_do_not_depend_on_company(server, reference) -> None:
+def test_js_093_greedy_completions_do_not_depend_on_other_requests(server, reference) -> None:
     expected = reference.greedy(PROMPT, 10)
-    assert answer(server, 10, temperature=0) == expected
+    assert generate(server, 10, temperature=0) == expected
     for i in range(5):
         rng = random.Random(i)
         prompts = [rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 40)) for _ in range(15)]
         prompts.insert(3 * i, PROMPT)
-        assert answers(server, 10, prompts, temperature=0)[3 * i] == expected
+        assert generate_all(server, 10, prompts, temperature=0)[3 * i] == expected
 
 
-def repeated(reference: Reference, prompt: list[int], count: int, penalty: float, *, mode: str):
-    """Greedy tokens with a repetition penalty, right (``each``) or wrong in a known way."""
+def greedy_with_penalty(
+    reference: Reference, prompt: list[int], count: int, penalty: float, *, mode: str
+):
+    """Returns greedy tokens with a repetition penalty; all modes but ``each`` are known bugs."""
     tokens = list(prompt)
     for _ in range(count):
         logits = reference.logits(tokens)[-1]
@@ -268,35 +272,37 @@ def repeated(reference: Reference, prompt: list[int], count: int, penalty: float
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8, 3.0])
-def test_js_094_repetition_counts_each_token_of_prompt_and_answer_once(
-    server, reference, penalty
-) -> None:
+def test_js_094_repetition_penalty_counts_each_seen_token_once(server, reference, penalty) -> None:
     x, y = reference.greedy(PROMPT, 2)
     changes = 0
     for prompt in ([x, x, x, x, y], PROMPT, [5, y, x, y, x, 5], reference.greedy(PROMPT, 12)):
-        expected = repeated(reference, prompt, 12, penalty, mode="each")
+        expected = greedy_with_penalty(reference, prompt, 12, penalty, mode="each")
         for mode in ("off", "answer"):
-            changes += expected != repeated(reference, prompt, 12, penalty, mode=mode)
+            changes += expected != greedy_with_penalty(reference, prompt, 12, penalty, mode=mode)
         request = body(12, prompt, temperature=0, repetition_penalty=penalty, logprobs=1)
         (choice,) = server.complete(**request)["choices"]
         assert choice["token_ids"] == expected
-        # The numbers are of the model, without the penalty.
+        # The log probabilities are those of the model, without the penalty.
         logprobs = reference.logprobs([*prompt, *expected])[len(prompt) - 1 : -1]
         found, num_tokens = choice["logprobs"]["token_logprobs"], len(prompt) + 12
         assert_close(found, logprobs[range(12), expected], num_tokens=num_tokens)
     assert changes > 2, "the penalty has to make a difference"
 
 
-LOGIT = 5.0
-"""Of the token that a script goes on with; others have 0."""
+SCRIPT_LOGIT = 5.0
+"""The logit of the next token of a script; other tokens have 0."""
 
 
 @pytest.mark.parametrize("field", ["frequency_penalty", "presence_penalty"])
-@pytest.mark.parametrize("size", [2.0, 0.75, -1.5])
+@pytest.mark.parametrize("penalty", [2.0, 0.75, -1.5])
 @pytest.mark.parametrize("bias", [3.4, 6.1])
-def test_js_095_penalties_count_the_answer_alone(serve, script, field, size, bias) -> None:
-    sharpness = LOGIT / VOCAB_SIZE**0.5
-    server = serve(script(rep=["t"], back=["u", "t"], options={"sharpness": sharpness}))
+def test_js_095_penalties_count_the_tokens_of_the_completion_only(
+    serve, scripted_checkpoint, field, penalty, bias
+) -> None:
+    sharpness = SCRIPT_LOGIT / VOCAB_SIZE**0.5
+    server = serve(
+        scripted_checkpoint(rep=["t"], back=["u", "t"], options={"sharpness": sharpness})
+    )
     t, u = (server.tokenizer.encode(text)[0] for text in "tu")
     start = server.tokenizer.encode("<rep>")
     expected: list[int] = []
@@ -304,18 +310,18 @@ def test_js_095_penalties_count_the_answer_alone(serve, script, field, size, bia
         logits = np.zeros(VOCAB_SIZE)
         logits[u] = bias
         if not expected or expected[-1] in (t, u):
-            logits[t] = LOGIT
+            logits[t] = SCRIPT_LOGIT
         for token, times in Counter(expected).items():
-            logits[token] -= size * (times if field == "frequency_penalty" else 1)
+            logits[token] -= penalty * (times if field == "frequency_penalty" else 1)
         expected.append(int(logits.argmax()))
-    request = {"temperature": 0, field: size, "logit_bias": {str(u): bias}}
+    request = {"temperature": 0, field: penalty, "logit_bias": {str(u): bias}}
     for prompt in (start, [t] * 20 + start, [u, t] * 10 + start):
-        assert answer(server, 10, prompt, **request) == expected
+        assert generate(server, 10, prompt, **request) == expected
 
 
 @pytest.mark.parametrize("key", ["AI", "999999", "-1", "512", "1.0", "", "0x1", str(2**70)])
-@BOTH
-def test_js_098_a_bias_for_no_token_is_refused(server, path, key) -> None:
+@BOTH_ENDPOINTS
+def test_js_098_a_bias_for_an_unknown_token_is_refused(server, path, key) -> None:
     request = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
     for bias in ({key: -100}, {"5": 1, key: 5}):
         error = server.refused(path, {**request, "logit_bias": bias})
@@ -327,73 +333,80 @@ def test_js_098_a_bias_for_no_token_is_refused(server, path, key) -> None:
     ['{"5": NaN}', '{"5": null}', '{"5": "5"}', "[[5, 1]]", "[5]", '"5"', "5", '{"5": [1]}']
     + ['{"5": 1e999}', '{"5": true}', '{"5": {}}', "true"],
 )
-@BOTH
-def test_js_099_a_bias_that_is_no_number_is_refused(server, path, bias) -> None:
+@BOTH_ENDPOINTS
+def test_js_099_a_bias_that_is_not_a_number_is_refused(server, path, bias) -> None:
     request = '{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "logit_bias": %s}'
     server.refused(path, request % bias)
 
 
-def test_js_099_biases_that_are_none_or_great(server, reference) -> None:
-    plain = answer(server, 6, temperature=0)
+def test_js_099_null_and_large_biases_are_accepted(server, reference) -> None:
+    plain = generate(server, 6, temperature=0)
     for bias in ({}, None, {"5": 0}):
-        assert answer(server, 6, temperature=0, logit_bias=bias) == plain
-    # Beyond +-100 they act like +-100, so neither of two wins by its size.
+        assert generate(server, 6, temperature=0, logit_bias=bias) == plain
+    # Biases beyond +-100 count as +-100, so the larger of two has no advantage.
     first, second = reference.logits(PROMPT)[-1][[5, 6]]
     expected = 5 if first > second else 6
     for value in (100, 101, 1e308):
         bias = {"5": 100, "6": 100, str(11 - expected): value}
-        assert answer(server, 1, temperature=0, logit_bias=bias) == [expected]
+        assert generate(server, 1, temperature=0, logit_bias=bias) == [expected]
     all_but_5 = {str(i): -1e308 for i in range(VOCAB_SIZE) if i != 5}
-    assert answer(server, 4, temperature=1, logit_bias=all_but_5) == [5] * 4
+    assert generate(server, 4, temperature=1, logit_bias=all_but_5) == [5] * 4
 
 
-def test_js_099_a_bias_of_many_tokens(serve, tmp_path, server) -> None:
+def test_js_099_a_bias_may_name_every_token(serve, tmp_path, server) -> None:
     error = server.refused(COMPLETIONS, body(1, logit_bias={str(i): 1 for i in range(50_000)}))
     assert error["param"] == "logit_bias"
     config = tiny_config(vocab_size=50_000)
     path = write_checkpoint(tmp_path / "wide", config, tokenizer=full_backend(VOCAB_SIZE))
-    wide = serve(path)
+    wide_server = serve(path)
     bias = {str(i): -50 for i in range(50_000)}
-    plain = answer(wide, 3, temperature=0)
-    assert answer(wide, 3, temperature=0, logit_bias=bias) == plain
+    plain = generate(wide_server, 3, temperature=0)
+    assert generate(wide_server, 3, temperature=0, logit_bias=bias) == plain
     bias["49999"] = 0
-    assert answer(wide, 3, temperature=0, logit_bias=bias) == [49_999] * 3
+    assert generate(wide_server, 3, temperature=0, logit_bias=bias) == [49_999] * 3
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_js_100_a_bias_works_on_every_token(server, temperature) -> None:
+def test_js_100_a_bias_works_for_any_token(server, temperature) -> None:
     for token in (0, 5, VOCAB_SIZE - 1):
         bias = {str(token): 100}
-        assert answer(server, 12, temperature=temperature, logit_bias=bias) == [token] * 12
-    first = answer(server, 12, temperature=0)[0]
+        assert generate(server, 12, temperature=temperature, logit_bias=bias) == [token] * 12
+    first = generate(server, 12, temperature=0)[0]
     bias = {str(first): -100}
-    assert first not in answer(server, 12, temperature=temperature, seed=1, logit_bias=bias)
+    assert first not in generate(server, 12, temperature=temperature, seed=1, logit_bias=bias)
     banned = {str(token): -100 for token in range(VOCAB_SIZE // 2)}
-    got = answer(server, 12, temperature=temperature, seed=1, logit_bias=banned)
-    assert min(got) >= VOCAB_SIZE // 2
+    tokens = generate(server, 12, temperature=temperature, seed=1, logit_bias=banned)
+    assert min(tokens) >= VOCAB_SIZE // 2
 
 
-def test_js_101_defaults_of_a_checkpoint_count_where_a_request_is_silent(
-    server, serve, with_defaults
+def test_js_101_checkpoint_defaults_apply_to_unset_parameters(
+    server, serve, checkpoint_with_defaults
 ) -> None:
-    path = with_defaults({"temperature": 0.1, "top_k": 1, "repetition_penalty": 1.3})
-    own, without = (serve(path, max_num_seqs=8, generation_config=g) for g in ("auto", "none"))
-    default = answer(own, 8)
-    assert default == answer(server, 8, temperature=0, repetition_penalty=1.3)
-    assert default != answer(server, 8, temperature=0)
-    assert answer(own, 8, temperature=None, top_k=None, repetition_penalty=None) == default
-    # What a request says wins, the value that turns a parameter off too.
+    path = checkpoint_with_defaults({"temperature": 0.1, "top_k": 1, "repetition_penalty": 1.3})
+    using_defaults, ignoring_defaults = (
+        serve(path, max_num_seqs=8, generation_config=g) for g in ("auto", "none")
+    )
+    default = generate(using_defaults, 8)
+    assert default == generate(server, 8, temperature=0, repetition_penalty=1.3)
+    assert default != generate(server, 8, temperature=0)
+    assert (
+        generate(using_defaults, 8, temperature=None, top_k=None, repetition_penalty=None)
+        == default
+    )
+    # A value in the request wins, even one that turns the parameter off.
     off = {"temperature": 1.5, "top_k": -1, "repetition_penalty": 1.0, "seed": 4}
-    assert answer(own, 8, **off) == answer(server, 8, **off)
-    assert answer(own, 8, **{**off, "temperature": 0}) == answer(server, 8, temperature=0)
-    # The switch.
-    assert answer(without, 8, seed=4) == answer(server, 8, seed=4)
-    shown = own.http.get("/server_info").json()["sampling_defaults"]["sampling"]
+    assert generate(using_defaults, 8, **off) == generate(server, 8, **off)
+    assert generate(using_defaults, 8, **{**off, "temperature": 0}) == generate(
+        server, 8, temperature=0
+    )
+    # With generation_config=none, the defaults are ignored.
+    assert generate(ignoring_defaults, 8, seed=4) == generate(server, 8, seed=4)
+    shown = using_defaults.http.get("/server_info").json()["sampling_defaults"]["sampling"]
     assert shown == {"temperature": 0.1, "top_k": 1, "repetition_penalty": 1.3}
 
 
-def test_js_101_they_are_shown_at_the_start(starts) -> None:
-    for _, log in starts:
+def test_js_101_the_log_shows_the_checkpoint_defaults(fresh_starts) -> None:
+    for _, log in fresh_starts:
         (line,) = [line for line in log.splitlines() if "generation_config.json" in line]
         assert "temperature 0.5" in line
         assert "top_p 0.75" in line
@@ -407,33 +420,35 @@ def test_js_101_they_are_shown_at_the_start(starts) -> None:
         ({}, {}),
     ],
 )
-def test_js_102_odd_defaults(server, serve, with_defaults, generation_config, more) -> None:
-    """``do_sample`` is not looked at."""
-    other = serve(with_defaults(generation_config), max_num_seqs=8)
-    assert answer(other, 8, seed=6) == answer(server, 8, seed=6, **more)
-    assert answer(other, 8, temperature=0) == answer(server, 8, temperature=0)
+def test_js_102_unusual_checkpoint_defaults_are_accepted(
+    server, serve, checkpoint_with_defaults, generation_config, more
+) -> None:
+    """``do_sample`` has no effect."""
+    other = serve(checkpoint_with_defaults(generation_config), max_num_seqs=8)
+    assert generate(other, 8, seed=6) == generate(server, 8, seed=6, **more)
+    assert generate(other, 8, temperature=0) == generate(server, 8, temperature=0)
 
 
-@BOTH
-def test_js_103_several_greedy_answers(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_103_greedy_choices_are_equal(server, path) -> None:
     request = {"prompt": "ab", "messages": [{"role": "user", "content": "ab"}]}
     request |= {"temperature": 0, "max_tokens": 4, "skip_special_tokens": False}
     choices = server.post(path, {**request, "n": 3}).json()["choices"]
     assert sorted(choice.pop("index") for choice in choices) == [0, 1, 2]
-    (one,) = server.post(path, request).json()["choices"]
-    del one["index"]
-    assert choices == [one] * 3
+    (single,) = server.post(path, request).json()["choices"]
+    del single["index"]
+    assert choices == [single] * 3
     streamed = server.stream(path, {**request, "n": 3})
-    text = one["text"] if path == COMPLETIONS else one["message"]["content"]
+    text = single["text"] if path == COMPLETIONS else single["message"]["content"]
     assert [streamed.text(i) for i in range(3)] == [text] * 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_js_104_best_of_is_n_or_refused(server, stream) -> None:
+def test_js_104_best_of_must_equal_n(server, stream) -> None:
     for more in ({"n": 2, "best_of": 1}, {"best_of": 3}, {"n": 2, "best_of": 3}, {"best_of": 0}):
         error = server.refused(COMPLETIONS, body(4, stream=stream, **more))
         assert error["param"] == "best_of"
-    plain = answer(server, 4, temperature=0)
+    plain = generate(server, 4, temperature=0)
     for more in ({"best_of": 1}, {"best_of": None}, {"n": 1, "best_of": 1}):
-        assert answer(server, 4, temperature=0, **more) == plain
-    assert answers(server, 4, temperature=0, n=2, best_of=2) == [plain] * 2
+        assert generate(server, 4, temperature=0, **more) == plain
+    assert generate_all(server, 4, temperature=0, n=2, best_of=2) == [plain] * 2

@@ -1,4 +1,4 @@
-"""Several answers to one prompt."""
+"""Several choices for one prompt, with the parameter ``n``."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +10,12 @@ from jaxserve.sampling_params import MAX_N
 from jaxserve.testing.api_client import CHAT, COMPLETIONS
 from jaxserve.testing.scripted_checkpoint import EOS, EOS_ID
 
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+BOTH_ENDPOINTS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 
 @pytest.fixture(scope="module")
-def server(serve, rand):
-    return serve(rand)
+def server(serve, random_checkpoint):
+    return serve(random_checkpoint)
 
 
 def body(path, text, **more):
@@ -31,23 +31,23 @@ def texts_of(reply):
     ]
 
 
-@BOTH
-def test_js_105_answers_do_not_mix(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_105_choices_of_concurrent_requests_do_not_mix(server, path) -> None:
     sampled = {"n": 4, "temperature": 1.2, "max_tokens": 12, "return_token_ids": True}
     one, other = (body(path, text, seed=seed, **sampled) for text, seed in (("a", 5), ("b", 6)))
     first = server.post(path, one)
     assert [choice["index"] for choice in first.json()["choices"]] == [0, 1, 2, 3]
     texts = texts_of(first)
     assert len(set(texts)) == 4
-    tokens = sum(len(choice["token_ids"]) for choice in first.json()["choices"])
-    assert first.json()["usage"]["completion_tokens"] == tokens
+    num_tokens = sum(len(choice["token_ids"]) for choice in first.json()["choices"])
+    assert first.json()["usage"]["completion_tokens"] == num_tokens
     second = texts_of(server.post(path, other))
     assert second != texts
-    # 16 answers at once, where 4 can run.
+    # 16 completions at once, of which 4 can run.
     with ThreadPoolExecutor() as pool:
-        whole = [pool.submit(server.post, path, request) for request in (one, other)]
+        replies = [pool.submit(server.post, path, request) for request in (one, other)]
         streams = [pool.submit(server.stream, path, request) for request in (one, other)]
-    for future, expected in zip(whole, (texts, second), strict=True):
+    for future, expected in zip(replies, (texts, second), strict=True):
         assert texts_of(future.result()) == expected
     for future, expected in zip(streams, (texts, second), strict=True):
         assert [future.result().text(i) for i in range(4)] == expected
@@ -55,21 +55,21 @@ def test_js_105_answers_do_not_mix(server, path) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_prompts", [1, 2])
-@BOTH
-def test_js_106_leaving_ends_every_answer(server, path, num_prompts, stream) -> None:
+@BOTH_ENDPOINTS
+def test_js_106_a_disconnect_aborts_every_choice(server, path, num_prompts, stream) -> None:
     def num_aborted():
         return server.metric("request_success_total", finished_reason="abort")
 
     text = "a" if path == CHAT else ["a"] * num_prompts
-    num_answers = 3 if path == CHAT else 3 * num_prompts
+    num_choices = 3 if path == CHAT else 3 * num_prompts
     request = body(path, text, n=3, ignore_eos=True, max_tokens=200, stream=stream)
     before = num_aborted()
-    # The model is quick: the answers may be at their end before the server hears of the leaving.
-    while num_aborted() < before + num_answers:
+    # The model is fast: completions may finish before the server notices the disconnect.
+    while num_aborted() < before + num_choices:
         before = num_aborted()
         with httpx.Client(base_url=server.url) as client:
             if stream:
-                read_three(client, path, request)
+                read_three_events(client, path, request)
             else:
                 with contextlib.suppress(httpx.ReadTimeout):
                     client.post(path, json=request, timeout=0.05)
@@ -78,8 +78,8 @@ def test_js_106_leaving_ends_every_answer(server, path, num_prompts, stream) -> 
     server.good_request()
 
 
-def read_three(client, path, request):
-    """Reads three events of a stream and leaves."""
+def read_three_events(client, path, request):
+    """Reads three events of a stream and disconnects."""
     with client.stream("POST", path, json=request) as reply:
         lines = reply.iter_lines()
         for _ in range(3):
@@ -87,8 +87,8 @@ def read_three(client, path, request):
             next(lines)
 
 
-@BOTH
-def test_js_107_many_answers(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_107_n_must_be_an_integer_from_1_to_the_limit(server, path) -> None:
     for n in (MAX_N + 1, 512, 10**9, 2**70, 0, -1, 1.5, True, "2", [2]):
         error = server.refused(path, body(path, "a", n=n, max_tokens=2))
         assert error["param"] == "n"
@@ -100,13 +100,13 @@ def test_js_107_many_answers(server, path) -> None:
     server.until_idle()
 
 
-@BOTH
-def test_js_108_each_answer_has_its_own_reason(serve, script, path) -> None:
-    """At each token the answer ends with a probability of about 0.1."""
-    server = serve(script(on=["x"], options={"sharpness": 0.1}))
+@BOTH_ENDPOINTS
+def test_js_108_each_choice_has_its_own_finish_reason(serve, scripted_checkpoint, path) -> None:
+    """After each token, a completion ends with a probability of about 0.1."""
+    server = serve(scripted_checkpoint(on=["x"], options={"sharpness": 0.1}))
     (x,) = server.tokenizer.encode("x")
-    chances = {"temperature": 1, "seed": 3, "allowed_token_ids": [x, EOS_ID], "n": 8}
-    request = body(path, "<on>", **chances, max_tokens=12, return_token_ids=True)
+    sampling = {"temperature": 1, "seed": 3, "allowed_token_ids": [x, EOS_ID], "n": 8}
+    request = body(path, "<on>", **sampling, max_tokens=12, return_token_ids=True)
     choices = server.post(path, request).json()["choices"]
     streamed = server.stream(path, request)
     for choice in choices:
@@ -118,8 +118,10 @@ def test_js_108_each_answer_has_its_own_reason(serve, script, path) -> None:
     assert len({len(choice["token_ids"]) for choice in choices}) > 3
 
 
-def test_js_108_of_several_prompts_too(serve, script) -> None:
-    server = serve(script(short=["a", "b", EOS], long=["1", "2", "3", "4", "5", "6", "7"]))
+def test_js_108_finish_reasons_of_several_prompts_do_not_mix(serve, scripted_checkpoint) -> None:
+    server = serve(
+        scripted_checkpoint(short=["a", "b", EOS], long=["1", "2", "3", "4", "5", "6", "7"])
+    )
     reply = server.complete(["<short>", "<long>", "<short>"], n=2, max_tokens=4)
     reasons = [choice["finish_reason"] for choice in reply["choices"]]
     assert reasons == ["stop", "stop", "length", "length", "stop", "stop"]

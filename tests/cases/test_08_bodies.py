@@ -1,4 +1,4 @@
-"""Bodies as bytes: how large, how they come, and whether they are JSON."""
+"""Bodies of requests as bytes: size, transfer, encoding, JSON and content type."""
 
 import http.client
 import json
@@ -11,12 +11,12 @@ from jaxserve.testing.api_client import CHAT, COMPLETIONS
 from jaxserve.testing.scripted_checkpoint import EOS
 from server.http import MAX_UNREAD_BYTES
 
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+BOTH_ENDPOINTS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 
 @pytest.fixture(scope="module")
-def server(serve, script):
-    return serve(script(ab=["A", "B", EOS]), max_body_mib=2)
+def server(serve, scripted_checkpoint):
+    return serve(scripted_checkpoint(ab=["A", "B", EOS]), max_body_mib=2)
 
 
 def body(path, **more):
@@ -25,8 +25,8 @@ def body(path, **more):
     return {"prompt": "<ab>", **more}
 
 
-def answer(reply):
-    """What is the same in two replies to the same request."""
+def stable_parts(reply):
+    """Returns the parts of a reply that the request determines."""
     (choice,) = reply["choices"]
     return choice, reply["usage"], reply["model"]
 
@@ -38,7 +38,7 @@ def answer(reply):
         b"<ab>".decode().encode("utf-16"),
     ],
 )
-def test_js_114_bytes_that_are_not_utf8(server, text) -> None:
+def test_js_114_bytes_that_are_not_utf8_are_refused(server, text) -> None:
     for start, path in (
         (b'{"prompt":"', COMPLETIONS),
         (b'{"prompt":"a","user', COMPLETIONS),
@@ -53,11 +53,17 @@ def test_js_114_bytes_that_are_not_utf8(server, text) -> None:
     server.refused(COMPLETIONS, whole)
 
 
-SURROGATES = [r"emoji \ud83d", r"\udcf0", r"\ud83d\ud83d", r"\udd25\ud83d", r"\ud83d x \udd25"]
+UNPAIRED_SURROGATES = [
+    r"emoji \ud83d",
+    r"\udcf0",
+    r"\ud83d\ud83d",
+    r"\udd25\ud83d",
+    r"\ud83d x \udd25",
+]
 
 
-@pytest.mark.parametrize("text", SURROGATES)
-def test_js_115_half_a_character_in_an_escape(server, text) -> None:
+@pytest.mark.parametrize("text", UNPAIRED_SURROGATES)
+def test_js_115_an_unpaired_surrogate_is_refused(server, text) -> None:
     for path, raw in (
         (COMPLETIONS, f'{{"prompt":"{text}"}}'),
         (COMPLETIONS, f'{{"prompt":["a","{text}"]}}'),
@@ -71,11 +77,11 @@ def test_js_115_half_a_character_in_an_escape(server, text) -> None:
         server.refused(path, raw)
 
 
-@BOTH
-def test_js_115_a_whole_character_in_two_escapes(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_115_an_escaped_surrogate_pair_is_one_character(server, path) -> None:
     texts = [r"\ud83d\udd25<ab>", "\U0001f525<ab>"]
     bodies = [json.dumps(body(path)).replace("<ab>", text) for text in texts]
-    first, second = (answer(server.post(path, raw.encode()).json()) for raw in bodies)
+    first, second = (stable_parts(server.post(path, raw.encode()).json()) for raw in bodies)
     assert first == second
     assert first[0]["finish_reason"] == "stop"
 
@@ -91,7 +97,7 @@ def head(path, *lines):
 
 
 def read_reply(connection):
-    """Status, and body without the frame of HTTP; the server has to end the connection."""
+    """Returns the status and the JSON body, once the server has closed the connection."""
     raw = b""
     while data := connection.recv(65536):
         raw += data
@@ -99,9 +105,9 @@ def read_reply(connection):
     return int(start.split()[1]), json.loads(content)
 
 
-@BOTH
-def test_js_117_what_is_too_large_is_not_even_read(server, path) -> None:
-    """The reply comes before the body is sent, while others are served."""
+@BOTH_ENDPOINTS
+def test_js_117_a_body_that_is_too_large_is_refused_unread(server, path) -> None:
+    """The reply arrives before the body is sent."""
     for size in (2 * 2**20 + 1, 50 * 2**20, 10**15):
         with connect(server) as connection:
             connection.sendall(head(path, f"Content-Length: {size}"))
@@ -111,12 +117,12 @@ def test_js_117_what_is_too_large_is_not_even_read(server, path) -> None:
     server.good_request()
 
 
-@BOTH
-def test_js_117_a_client_that_sends_all_before_it_reads_gets_the_reply(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_117_a_client_that_sends_everything_before_reading_gets_the_reply(server, path) -> None:
     url = httpx.URL(server.url)
     headers = {"Content-Type": "application/json"}
     pieces = [b" " * 10**5] * 300
-    for body in (b"".join(pieces), pieces):  # with a length, and in chunks
+    for body in (b"".join(pieces), pieces):  # with Content-Length, and chunked
         connection = http.client.HTTPConnection(url.host, url.port, timeout=60)
         connection.request("POST", path, body, headers)
         reply = connection.getresponse()
@@ -125,7 +131,7 @@ def test_js_117_a_client_that_sends_all_before_it_reads_gets_the_reply(server, p
         connection.close()
 
 
-def test_js_117_a_large_body_within_the_limit_is_refused_for_its_length(server) -> None:
+def test_js_117_a_large_body_within_the_limit_is_read_and_exceeds_the_context(server) -> None:
     text = "x" * (2 * 2**20 - 100)
     error = server.refused(COMPLETIONS, {"prompt": text})
     assert error["code"] == "context_length_exceeded"
@@ -133,19 +139,19 @@ def test_js_117_a_large_body_within_the_limit_is_refused_for_its_length(server) 
     assert error["code"] == "context_length_exceeded"
 
 
-def test_js_118_what_comes_is_counted_and_not_what_is_declared(server) -> None:
+def test_js_118_received_bytes_count_and_not_the_declared_length(server) -> None:
     piece = b"100000\r\n" + b" " * 2**20 + b"\r\n"
-    sent, many = 0, MAX_UNREAD_BYTES // 2**20 + 50
+    sent, limit = 0, MAX_UNREAD_BYTES // 2**20 + 50
     with connect(server) as connection:
         connection.sendall(head(COMPLETIONS, "Transfer-Encoding: chunked"))
         connection.settimeout(20)
         try:
-            while sent < many:
+            while sent < limit:
                 connection.sendall(piece)
                 sent += 1
         except (ConnectionError, TimeoutError):
-            pass  # nobody reads any more
-        assert sent < many
+            pass  # the server has stopped reading
+        assert sent < limit
     with connect(server) as connection:
         connection.sendall(
             head(COMPLETIONS, "Transfer-Encoding: chunked") + piece * 2 + b"1\r\n \r\n"
@@ -162,8 +168,8 @@ def test_js_118_what_comes_is_counted_and_not_what_is_declared(server) -> None:
     server.good_request()
 
 
-def test_js_118_a_body_that_does_not_come(serve, script) -> None:
-    server = serve(script(ab=["A", "B", EOS]), body_timeout=0.4)
+def test_js_118_an_incomplete_body_times_out(serve, scripted_checkpoint) -> None:
+    server = serve(scripted_checkpoint(ab=["A", "B", EOS]), body_timeout=0.4)
     with connect(server) as connection:
         connection.sendall(head(COMPLETIONS, "Content-Length: 100") + b'{"prompt')
         status, reply = read_reply(connection)
@@ -182,22 +188,22 @@ NOT_OBJECTS = ["", " ", "not json", "{", "[]", '"x"', "3", "null", "true", "[{}]
 @pytest.mark.parametrize(
     "raw", [*NOT_OBJECTS, '{"prompt":"a"} x', '{"prompt":"a",}', "[" * 100_000]
 )
-@BOTH
-def test_js_123_bodies_that_are_no_request(server, path, raw) -> None:
+@BOTH_ENDPOINTS
+def test_js_123_bodies_that_are_not_a_request_are_refused(server, path, raw) -> None:
     server.refused(path, raw)
 
 
-def test_js_123_bodies_without_the_one_needed_field(server) -> None:
+def test_js_123_bodies_without_the_required_field_are_refused(server) -> None:
     for wrong in ({}, {"prompt": "a"}, *({"messages": m} for m in ([], "a", {}, [1], None, [[]]))):
         assert server.refused(CHAT, wrong)["param"].startswith("messages")
     for wrong in ({}, {"messages": []}, *({"prompt": p} for p in ([], {}, 5, None, True, [None]))):
         assert server.refused(COMPLETIONS, wrong)["param"].startswith("prompt")
 
 
-@BOTH
-def test_js_123_content_types(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_123_content_types_other_than_json_are_refused(server, path) -> None:
     raw = json.dumps(body(path)).encode()
-    for given, status in (
+    for content_type, status in (
         (None, 200),
         ("application/json", 200),
         ("Application/JSON; charset=utf-8", 200),
@@ -205,7 +211,7 @@ def test_js_123_content_types(server, path) -> None:
         ("application/x-www-form-urlencoded", 400),
         ("multipart/form-data", 400),
     ):
-        headers = {} if given is None else {"content-type": given}
+        headers = {} if content_type is None else {"content-type": content_type}
         reply = server.http.post(path, content=raw, headers=headers)
-        assert reply.status_code == status, given
+        assert reply.status_code == status, content_type
         assert ("error" in reply.json()) == (status == 400)

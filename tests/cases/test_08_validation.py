@@ -1,4 +1,4 @@
-"""What values of fields are refused, and what a refusal looks like."""
+"""Validation of the fields of requests, and the format of errors."""
 
 import json
 import math
@@ -12,15 +12,15 @@ from jaxserve.testing.api_client import CHAT, COMPLETIONS
 from jaxserve.testing.scripted_checkpoint import EOS
 
 PATHS = [COMPLETIONS, CHAT]
-BOTH = pytest.mark.parametrize("path", PATHS)
+BOTH_ENDPOINTS = pytest.mark.parametrize("path", PATHS)
 TYPES = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 MAX_REPLY_BYTES = 10_000
 LONG = "wide load " * 20_000
 
 
 @pytest.fixture(scope="module")
-def server(serve, script):
-    return serve(script(ab=["A", "B", EOS]), max_body_mib=2)
+def server(serve, scripted_checkpoint):
+    return serve(scripted_checkpoint(ab=["A", "B", EOS]), max_body_mib=2)
 
 
 def body(path, **more):
@@ -29,8 +29,8 @@ def body(path, **more):
     return {"prompt": "<ab>", **more}
 
 
-def answer(reply):
-    """What is the same in two replies to the same request."""
+def stable_parts(reply):
+    """Returns the parts of a reply that the request determines."""
     (choice,) = reply["choices"]
     return choice, reply["usage"], reply["model"]
 
@@ -41,14 +41,14 @@ def optional_fields(path):
 
 
 def fields_of(path, *types):
-    """Those whose type, apart from null, is one of these."""
+    """Returns the names of the fields whose type, apart from null, is one of these."""
     fields = msgspec.structs.fields(TYPES[path])
     return [field.name for field in fields if field.type in [t | None for t in types]]
 
 
-@BOTH
-def test_js_110_null_is_the_same_as_absent(server, path) -> None:
-    expected = answer(server.post(path, body(path)).json())
+@BOTH_ENDPOINTS
+def test_js_110_null_means_absent(server, path) -> None:
+    expected = stable_parts(server.post(path, body(path)).json())
     assert expected[0]["finish_reason"] == "stop"
     more = ["logit_bias", "tools", "tool_choice", "response_format", "user", "suffix", "metadata"]
     names = [*optional_fields(path), *more]
@@ -56,15 +56,15 @@ def test_js_110_null_is_the_same_as_absent(server, path) -> None:
     for nulls in (names, *([name] for name in names)):
         reply = server.post(path, body(path, **dict.fromkeys(nulls)))
         assert reply.status_code == 200, (nulls, reply.text)
-        assert answer(reply.json()) == expected
+        assert stable_parts(reply.json()) == expected
     if path == CHAT:
         message = {"role": "user", "content": "<ab>", "name": None, "tool_calls": None}
-        assert answer(server.chat([message])) == expected
+        assert stable_parts(server.chat([message])) == expected
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", '"NaN"'])
-@BOTH
-def test_js_111_numbers_that_are_none(server, path, value) -> None:
+@BOTH_ENDPOINTS
+def test_js_111_values_that_are_not_finite_numbers_are_refused(server, path, value) -> None:
     names = fields_of(path, float)
     assert len(names) == 6
     cases = [f'"{name}": {value}' for name in [*names, "max_tokens", "seed", "top_k"]]
@@ -75,7 +75,7 @@ def test_js_111_numbers_that_are_none(server, path, value) -> None:
         assert error["param"] is None or error["param"] in case.replace('": {"', "."), error
 
 
-@BOTH
+@BOTH_ENDPOINTS
 def test_js_113_unknown_fields_are_ignored(server, path) -> None:
     unknown = {
         "store": True,
@@ -88,16 +88,16 @@ def test_js_113_unknown_fields_are_ignored(server, path) -> None:
         "__class__": "x",
         "self": 1,
     }
-    expected = answer(server.post(path, body(path)).json())
+    expected = stable_parts(server.post(path, body(path)).json())
     for more in (unknown, *({name: value} for name, value in unknown.items())):
-        assert answer(server.post(path, body(path, **more)).json()) == expected
+        assert stable_parts(server.post(path, body(path, **more)).json()) == expected
     if path == CHAT:
         message = {"role": "user", "content": "<ab>", "name": "x", "mood": "good"}
-        assert answer(server.chat([message])) == expected
+        assert stable_parts(server.chat([message])) == expected
         part = {"type": "text", "text": "<ab>", "cache_control": {"type": "ephemeral"}}
-        assert answer(server.chat([{"role": "user", "content": [part]}])) == expected
+        assert stable_parts(server.chat([{"role": "user", "content": [part]}])) == expected
         tool = {"type": "function", "function": {"name": "f", "strict": True, "more": 1}, "x": 2}
-        assert answer(server.chat("<ab>", tools=[tool], tool_choice="none")) == expected
+        assert stable_parts(server.chat("<ab>", tools=[tool], tool_choice="none")) == expected
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_js_113_unknown_fields_are_ignored(server, path) -> None:
         ("/detokenize", {"tokens": [10**9 + i for i in range(5000)]}),
     ],
 )
-def test_js_119_errors_do_not_repeat_what_was_sent(server, path, wrong) -> None:
+def test_js_119_errors_do_not_repeat_long_values(server, path, wrong) -> None:
     reply = server.post(path, wrong)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"]
@@ -138,7 +138,7 @@ def test_js_119_errors_do_not_repeat_what_was_sent(server, path, wrong) -> None:
     server.good_request()
 
 
-def test_js_119_nor_do_errors_about_names(server) -> None:
+def test_js_119_errors_do_not_repeat_long_names(server) -> None:
     for path in PATHS:
         reply = server.post(path, body(path, model=LONG))
         assert reply.status_code == 404
@@ -148,7 +148,7 @@ def test_js_119_nor_do_errors_about_names(server) -> None:
     assert len(reply.content) < MAX_REPLY_BYTES
 
 
-ENVELOPE = [
+ERRORS = [
     ({"temperature": -1}, 400, "temperature"),
     ({"model": "nobody"}, 404, "model"),
     ({"max_tokens": 10_000}, 400, "max_tokens"),
@@ -157,11 +157,9 @@ ENVELOPE = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "status", "param"), ENVELOPE)
-@BOTH
-def test_js_120_errors_are_what_the_official_client_reads(
-    server, path, wrong, status, param
-) -> None:
+@pytest.mark.parametrize(("wrong", "status", "param"), ERRORS)
+@BOTH_ENDPOINTS
+def test_js_120_the_official_client_can_read_errors(server, path, wrong, status, param) -> None:
     own = "messages" if path == CHAT else "prompt"
     wrong = {name: value for name, value in wrong.items() if name in (own, *optional_fields(path))}
     error = server.refused(path, body(path, **wrong), status=status)
@@ -178,7 +176,7 @@ def test_js_120_errors_are_what_the_official_client_reads(
     assert error["message"] in caught.value.message
 
 
-def test_js_120_also_where_no_endpoint_is(server) -> None:
+def test_js_120_errors_of_unknown_routes_have_the_same_format(server) -> None:
     for reply, status in (
         (server.http.get("/nowhere"), 404),
         (server.http.get(CHAT), 405),
@@ -191,24 +189,24 @@ def test_js_120_also_where_no_endpoint_is(server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", ["nope", " script", "script ", "SCRIPT", "script/", "../script"])
-@BOTH
-def test_js_122_unknown_models_are_not_served(server, path, name, stream) -> None:
+@BOTH_ENDPOINTS
+def test_js_122_unknown_models_are_refused(server, path, name, stream) -> None:
     error = server.refused(path, body(path, model=name, stream=stream), status=404)
     assert error["code"] == "model_not_found"
     assert error["param"] == "model"
     assert name in error["message"]
 
 
-@BOTH
-def test_js_124_no_value_is_taken_for_one_of_another_type(server, path) -> None:
-    wrong_of = {
+@BOTH_ENDPOINTS
+def test_js_124_values_of_another_type_are_refused(server, path) -> None:
+    wrong_values = {
         float: ["0.7", True, False, [1], {}, "x"],
         int: ["5", True, False, 1.5, 1.0, [], {}],
         bool: ["true", "false", 1, 0, "", [], {}],
         str: [5, True, [], {}],
     }
     cases = 0
-    for kind, values in wrong_of.items():
+    for kind, values in wrong_values.items():
         for name in fields_of(path, kind):
             for value in values:
                 reply = server.post(path, body(path, **{name: value}))
@@ -242,14 +240,14 @@ RANGES = {
 
 
 @pytest.mark.parametrize("name", RANGES)
-@BOTH
-def test_js_125_values_out_of_range(server, path, name) -> None:
+@BOTH_ENDPOINTS
+def test_js_125_values_out_of_range_are_refused(server, path, name) -> None:
     for value in RANGES[name]:
         error = server.refused(path, body(path, **{name: value}))
         assert error["param"] == name, (value, error)
 
 
-def test_js_125_log_probabilities_out_of_range(server) -> None:
+def test_js_125_numbers_of_logprobs_out_of_range_are_refused(server) -> None:
     for value in (-1, 21, 10**9):
         error = server.refused(COMPLETIONS, body(COMPLETIONS, logprobs=value))
         assert error["param"] == "logprobs"
@@ -257,8 +255,8 @@ def test_js_125_log_probabilities_out_of_range(server) -> None:
         assert error["param"] == "top_logprobs"
 
 
-@BOTH
-def test_js_125_what_is_high_but_allowed(server, path) -> None:
+@BOTH_ENDPOINTS
+def test_js_125_high_values_within_the_range_are_accepted(server, path) -> None:
     high = {"temperature": 3.0, "top_k": 10**9, "repetition_penalty": 1e6, "n": 4, "max_tokens": 2}
     reply = server.post(path, body(path, **high, logprobs=2 if path == COMPLETIONS else True))
     assert reply.status_code == 200, reply.text

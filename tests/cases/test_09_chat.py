@@ -1,4 +1,4 @@
-"""Messages, and the chat templates that make prompts of them."""
+"""Chats: messages, chat templates, and special tokens in prompts and completions."""
 
 import dataclasses
 import socket
@@ -28,13 +28,13 @@ CALLS = (
 
 
 @pytest.fixture
-def server(serve, rand):
-    return serve(rand)
+def server(serve, random_checkpoint):
+    return serve(random_checkpoint)
 
 
 @pytest.fixture
-def template(server, monkeypatch):
-    """Sets the chat template of the server."""
+def set_template(server, monkeypatch):
+    """``set_template(source)`` replaces the chat template of the server."""
 
     def set_template(source: str) -> None:
         model = dataclasses.replace(server.text_engine.model, chat_template=source)
@@ -43,8 +43,8 @@ def template(server, monkeypatch):
     return set_template
 
 
-def prompt_of(server, messages, **more):
-    """The prompt that messages become, and the one of /tokenize must be the same."""
+def rendered_prompt(server, messages, **more):
+    """Returns the prompt of a chat, and asserts that /tokenize makes the same one."""
     reply = server.chat(messages, max_tokens=1, return_token_ids=True, **more)
     ids = reply["prompt_token_ids"]
     assert reply["usage"]["prompt_tokens"] == len(ids)
@@ -58,20 +58,20 @@ def text_parts(*texts):
 
 
 @pytest.mark.parametrize("source", [ROLES, STRINGS_ONLY, EITHER])
-def test_js_127_a_list_of_one_text_is_the_text(server, template, source) -> None:
-    template(source)
+def test_js_127_a_single_text_part_equals_a_string(server, set_template, source) -> None:
+    set_template(source)
     for text in ("hi", "", "a\nb", " spaced "):
-        as_text = prompt_of(server, [{"role": "user", "content": text}])
-        as_list = prompt_of(server, [{"role": "user", "content": text_parts(text)}])
+        as_text = rendered_prompt(server, [{"role": "user", "content": text}])
+        as_list = rendered_prompt(server, [{"role": "user", "content": text_parts(text)}])
         assert as_text == as_list == f"[user:{text}]"
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 @pytest.mark.parametrize("source", [ROLES, STRINGS_ONLY, EITHER])
-def test_js_128_several_parts_are_lines(server, template, source, role) -> None:
-    template(source)
+def test_js_128_text_parts_are_joined_by_newlines(server, set_template, source, role) -> None:
+    set_template(source)
     for texts in (("a", "", "b"), ("a", "b"), ("", ""), ()):
-        prompt = prompt_of(server, [{"role": role, "content": text_parts(*texts)}])
+        prompt = rendered_prompt(server, [{"role": role, "content": text_parts(*texts)}])
         assert prompt == f"[{role}:{chr(10).join(texts)}]"
 
 
@@ -93,18 +93,18 @@ PARTS_ONLY = (
         ).replace(">{% endfor %}", ">{% endgeneration %}{% endfor %}"),
     ],
 )
-def test_js_128_a_template_that_wants_parts_gets_one(server, template, source) -> None:
-    template(source)
+def test_js_128_a_template_that_reads_parts_gets_one_part(server, set_template, source) -> None:
+    set_template(source)
     for role in ("user", "assistant"):
         for content in ("a\nb", text_parts("a", "b")):
-            prompt = prompt_of(server, [{"role": role, "content": content}])
+            prompt = rendered_prompt(server, [{"role": role, "content": content}])
             assert prompt == f"[{role}:<a\nb>]"
     messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "so"}]
-    prompt = prompt_of(server, messages, continue_final_message=True)
+    prompt = rendered_prompt(server, messages, continue_final_message=True)
     assert prompt == "[user:<u>][assistant:<so"
 
 
-def test_js_129_parts_that_are_no_text_are_refused(server) -> None:
+def test_js_129_parts_that_are_not_text_are_refused(server) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
@@ -138,8 +138,8 @@ def test_js_129_parts_that_are_no_text_are_refused(server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_js_130_what_a_template_says_is_passed_on(server, template, stream) -> None:
-    template(
+def test_js_130_an_error_raised_by_a_template_is_returned(server, set_template, stream) -> None:
+    set_template(
         "{% for m in messages %}{% if m.role == 'system' %}"
         "{{ raise_exception('System role not supported') }}{% endif %}"
         "{% if (loop.index0 % 2 == 0) != (m.role == 'user') %}"
@@ -154,7 +154,7 @@ def test_js_130_what_a_template_says_is_passed_on(server, template, stream) -> N
         error = server.refused(CHAT, {"messages": messages, "stream": stream})
         assert error["message"] == words
         assert error["param"] == "messages"
-    assert prompt_of(server, [user]) == "u"
+    assert rendered_prompt(server, [user]) == "u"
 
 
 @pytest.mark.parametrize(
@@ -166,23 +166,27 @@ def test_js_130_what_a_template_says_is_passed_on(server, template, stream) -> N
         "{{ ''.__class__ }}x{{ 1 + 'a' }}",
     ],
 )
-def test_js_130_a_template_that_fails_is_no_failure_of_the_server(server, template, source) -> None:
-    template(source)
+def test_js_130_a_broken_template_is_a_client_error(server, set_template, source) -> None:
+    set_template(source)
     error = server.refused(CHAT, {"messages": [{"role": "user", "content": "u"}]})
     assert "template" in error["message"]
     assert "Traceback" not in error["message"]
 
 
-def test_js_131_developers_are_the_system_where_there_is_none(server, template) -> None:
+def test_js_131_the_developer_role_becomes_system_unless_the_template_knows_it(
+    server, set_template
+) -> None:
     messages = [{"role": "developer", "content": "d"}, {"role": "user", "content": "u"}]
-    template(ROLES)
-    assert prompt_of(server, messages) == "[system:d][user:u]"
-    template(ROLES + "{% if messages[0].role == 'developer' %}!{% endif %}")
-    assert prompt_of(server, messages) == "[developer:d][user:u]!"
+    set_template(ROLES)
+    assert rendered_prompt(server, messages) == "[system:d][user:u]"
+    set_template(ROLES + "{% if messages[0].role == 'developer' %}!{% endif %}")
+    assert rendered_prompt(server, messages) == "[developer:d][user:u]!"
 
 
-def test_js_132_no_template(serve, script, tmp_path) -> None:
-    path = script(ab=["A", "B", EOS], options={"tokenizer_config": {"chat_template": None}})
+def test_js_132_a_chat_without_a_template_is_refused(serve, scripted_checkpoint, tmp_path) -> None:
+    path = scripted_checkpoint(
+        ab=["A", "B", EOS], options={"tokenizer_config": {"chat_template": None}}
+    )
     server = serve(path)
     for stream in (False, True):
         body = {"messages": [{"role": "user", "content": "<ab>"}], "stream": stream}
@@ -191,13 +195,13 @@ def test_js_132_no_template(serve, script, tmp_path) -> None:
     assert server.complete("<ab>", max_tokens=5)["choices"][0]["text"] == "AB"
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages[-1].content }}")
-    given = serve(path, chat_template=file)
-    assert given.chat("<ab>")["choices"][0]["message"]["content"] == "AB"
+    server_with_template = serve(path, chat_template=file)
+    assert server_with_template.chat("<ab>")["choices"][0]["message"]["content"] == "AB"
 
 
 @pytest.fixture(scope="module")
-def adds_both(tmp_path_factory):
-    """A checkpoint with tokens as objects, whose tokenizer puts BOS first and EOS last."""
+def adds_bos_and_eos(tmp_path_factory):
+    """A checkpoint whose tokenizer adds BOS and EOS; its config has special tokens as objects."""
     backend = full_backend(tiny_config()["vocab_size"])
     ids = [(token, backend.token_to_id(token)) for token in (BOS, EOS)]
     backend.post_processor = processors.TemplateProcessing(
@@ -212,13 +216,13 @@ def adds_both(tmp_path_factory):
     )
 
 
-def test_js_134_special_tokens_as_objects(serve, adds_both) -> None:
-    server = serve(adds_both)
-    assert prompt_of(server, [{"role": "user", "content": "u"}]) == f"{BOS}[user:u]"
+def test_js_134_special_tokens_may_be_objects(serve, adds_bos_and_eos) -> None:
+    server = serve(adds_bos_and_eos)
+    assert rendered_prompt(server, [{"role": "user", "content": "u"}]) == f"{BOS}[user:u]"
     assert server.tokenizer.special_tokens == SPECIAL_TOKENS
 
 
-def test_js_134_a_special_token_that_is_null(tmp_path, serve) -> None:
+def test_js_134_a_special_token_may_be_null(tmp_path, serve) -> None:
     path = write_checkpoint(
         tmp_path / "null",
         tokenizer=full_backend(tiny_config()["vocab_size"]),
@@ -228,11 +232,11 @@ def test_js_134_a_special_token_that_is_null(tmp_path, serve) -> None:
     text = names.read_text()
     assert f'"{BOS}"' in text
     names.write_text(text.replace(f'"{BOS}"', "null"))
-    assert prompt_of(serve(path), [{"role": "user", "content": "u"}]) == "[user:u]"
+    assert rendered_prompt(serve(path), [{"role": "user", "content": "u"}]) == "[user:u]"
 
 
-def test_js_135_a_template_that_writes_bos(serve, adds_both) -> None:
-    server = serve(adds_both)
+def test_js_135_the_bos_token_of_a_template_is_not_repeated(serve, adds_bos_and_eos) -> None:
+    server = serve(adds_bos_and_eos)
     bos = server.tokenizer.bos_token_id
     reply = server.chat("hello", max_tokens=1, return_token_ids=True)
     ids = reply["prompt_token_ids"]
@@ -243,8 +247,10 @@ def test_js_135_a_template_that_writes_bos(serve, adds_both) -> None:
     assert reply["prompt_token_ids"] == [bos, *ids]
 
 
-def test_js_136_a_prompt_that_has_its_special_tokens(serve, adds_both) -> None:
-    server = serve(adds_both)
+def test_js_136_add_special_tokens_controls_the_tokens_around_a_prompt(
+    serve, adds_bos_and_eos
+) -> None:
+    server = serve(adds_bos_and_eos)
     bos, eos = server.tokenizer.bos_token_id, server.tokenizer.eos_token_id
 
     def ids_of(prompt, **more):
@@ -262,25 +268,27 @@ def test_js_136_a_prompt_that_has_its_special_tokens(serve, adds_both) -> None:
 
 
 @pytest.mark.parametrize("source", [ROLES, STRINGS_ONLY, EITHER, TRIMMING])
-@pytest.mark.parametrize("begun", ["OK! ", "OK!\n", "", " x", "OK", "user", " \n\t "])
-def test_js_138_a_begun_answer_is_continued_as_it_stands(server, template, source, begun) -> None:
-    """Whatever the template does, the white space at its end is kept."""
-    template(source)
+@pytest.mark.parametrize("start", ["OK! ", "OK!\n", "", " x", "OK", "user", " \n\t "])
+def test_js_138_continue_final_message_keeps_the_message_unchanged(
+    server, set_template, source, start
+) -> None:
+    """The white space at its end is kept, even if the template trims it."""
+    set_template(source)
     options = {"continue_final_message": True, "add_generation_prompt": False}
     messages = [
-        {"role": "user", "content": f"say {begun.strip()} OK"},
-        {"role": "assistant", "content": begun},
+        {"role": "user", "content": f"say {start.strip()} OK"},
+        {"role": "assistant", "content": start},
     ]
-    kept = begun.lstrip() if source == TRIMMING else begun
-    expected = f"[user:say {begun.strip()} OK][assistant:{kept}"
-    prompt = prompt_of(server, messages, **options)
+    kept = start.lstrip() if source == TRIMMING else start
+    expected = f"[user:say {start.strip()} OK][assistant:{kept}"
+    prompt = rendered_prompt(server, messages, **options)
     assert prompt == expected
-    messages[-1]["content"] = text_parts(begun)
-    assert prompt_of(server, messages, **options) == prompt
-    assert prompt_of(server, messages, continue_final_message=True) == prompt
+    messages[-1]["content"] = text_parts(start)
+    assert rendered_prompt(server, messages, **options) == prompt
+    assert rendered_prompt(server, messages, continue_final_message=True) == prompt
 
 
-def test_js_139_the_last_message_is_continued_or_answered(server) -> None:
+def test_js_139_continue_final_message_needs_a_final_assistant_message(server) -> None:
     both = {"continue_final_message": True, "add_generation_prompt": True}
     user, assistant = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
     error = server.refused(CHAT, {"messages": [user, assistant], **both})
@@ -292,8 +300,8 @@ def test_js_139_the_last_message_is_continued_or_answered(server) -> None:
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
-def test_js_140_calls_without_a_text(server, template, content) -> None:
-    template(CALLS)
+def test_js_140_tool_calls_need_no_content(server, set_template, content) -> None:
+    set_template(CALLS)
     call = {
         "id": "call_1",
         "type": "function",
@@ -305,17 +313,19 @@ def test_js_140_calls_without_a_text(server, template, content) -> None:
         {"role": "tool", "tool_call_id": "call_1", "content": "3"},
     ]
     expected = '[user:u][assistant:<add {"a": 1, "b": [null]}>][tool:3]'
-    assert prompt_of(server, messages) == expected
+    assert rendered_prompt(server, messages) == expected
     messages[1]["tool_calls"] = None
-    assert prompt_of(server, messages) == "[user:u][assistant:][tool:3]"
+    assert rendered_prompt(server, messages) == "[user:u][assistant:][tool:3]"
 
 
 MARKED = ["x", "<special>", "<think>", "y", EOS]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_js_142_special_tokens_in_an_answer(serve, script, path) -> None:
-    server = serve(script(marked=MARKED, options={"special": ("<special>",)}))
+def test_js_142_skip_special_tokens_applies_to_the_completion(
+    serve, scripted_checkpoint, path
+) -> None:
+    server = serve(scripted_checkpoint(marked=MARKED, options={"special": ("<special>",)}))
     body = {"max_tokens": 9}
     if path == CHAT:
         body["messages"] = [{"role": "user", "content": "<marked>"}]
@@ -326,9 +336,9 @@ def test_js_142_special_tokens_in_an_answer(serve, script, path) -> None:
         (True, "x<think>y"),
         (False, "x<special><think>y"),
     ):
-        asked = {**body, "skip_special_tokens": skip}
-        streamed = server.stream(path, asked)
-        (choice,) = server.post(path, asked).json()["choices"]
+        request = {**body, "skip_special_tokens": skip}
+        streamed = server.stream(path, request)
+        (choice,) = server.post(path, request).json()["choices"]
         assert streamed.finish_reason() == choice["finish_reason"] == "stop"
         whole = choice["message"]["content"] if path == CHAT else choice["text"]
         assert whole == streamed.text() == text
@@ -338,9 +348,11 @@ SPACED = ["a", " ,", " 's", "<think>", "</think>", " .", EOS]
 
 
 @pytest.mark.parametrize("clean_up", [True, False, None])
-def test_js_143_nothing_is_cleaned_up(serve, script, clean_up) -> None:
+def test_js_143_tokenization_spaces_are_not_cleaned_up(
+    serve, scripted_checkpoint, clean_up
+) -> None:
     config = {"clean_up_tokenization_spaces": clean_up}
-    server = serve(script(spaced=SPACED, options={"tokenizer_config": config}))
+    server = serve(scripted_checkpoint(spaced=SPACED, options={"tokenizer_config": config}))
     reply = server.complete("<spaced>", max_tokens=9, return_token_ids=True)
     (choice,) = reply["choices"]
     assert choice["text"] == "a , 's<think></think> ."

@@ -1,6 +1,6 @@
-"""Calls of tools, and answers that must have a form.
+"""Tool calls and structured output.
 
-After tokens that no script goes on from, all tokens are as likely, as in a random model.
+After a token without a successor in a script, all tokens are equally likely.
 """
 
 import enum
@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionChunk
 from jaxserve.testing.api_client import CHAT, COMPLETIONS
 from jaxserve.testing.scripted_checkpoint import CONTENT_TEMPLATE, EOS, EOS_ID
 
-STREAM = pytest.mark.parametrize("stream", [False, True])
+STREAM_OR_NOT = pytest.mark.parametrize("stream", [False, True])
 TEMPLATE = (
     "{% if tools %}<tool_call>{% for tool in tools %}{{ tool.function.name }},{% endfor %}"
     "{% endif %}" + CONTENT_TEMPLATE
@@ -34,9 +34,9 @@ ENUM = ["é", "🔥", 'a"b', "\u2028"]
 
 
 @pytest.fixture(scope="module")
-def server(serve, script):
+def server(serve, scripted_checkpoint):
     return serve(
-        script(
+        scripted_checkpoint(
             call=["<tool_call>", '{"name": "f", ', '"arguments": ', '{"a": ', "1}}"]
             + ["</tool_call>", EOS],
             array=['[{"name"', ': "f", ', '"parameters"', ': {"a"', ": 1", "}}", "]", EOS],
@@ -51,7 +51,7 @@ def server(serve, script):
             end=[EOS],
             options={"tokenizer_config": {"chat_template": TEMPLATE}},
         )
-    ).one_token_at_a_time()
+    ).with_one_token_per_output()
 
 
 def chat_body(start: str, **more: Any) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def chat_body(start: str, **more: Any) -> dict[str, Any]:
     return {**request, "temperature": 0, **more}
 
 
-def ask(server, start: str, **more: Any) -> dict[str, Any]:
-    """The choice, which must be what the openai client makes of the stream."""
+def chat(server, start: str, **more: Any) -> dict[str, Any]:
+    """Returns the only choice, and asserts that the openai client reads the same from a stream."""
     request = chat_body(start, **more)
     reply = server.post(CHAT, request)
     assert reply.status_code == 200, reply.text
@@ -87,49 +87,53 @@ def prompt_of(server, **more: Any) -> list[int]:
     return reply["prompt_token_ids"]
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
 @pytest.mark.parametrize("tools", [None, [], [OTHER]])
-@STREAM
-def test_js_144_a_choice_that_the_tools_do_not_have(server, tools, choice, stream) -> None:
-    request = chat_body("prose", tool_choice=choice, stream=stream)
+@STREAM_OR_NOT
+def test_js_144_a_tool_choice_without_a_matching_tool_is_refused(
+    server, tools, tool_choice, stream
+) -> None:
+    request = chat_body("prose", tool_choice=tool_choice, stream=stream)
     if tools is not None:
         request["tools"] = tools
-    if tools == [OTHER] and choice == "required":
+    if tools == [OTHER] and tool_choice == "required":
         assert server.post(CHAT, request).status_code == 200
     else:
         assert server.refused(CHAT, request)["param"] == "tool_choice"
 
 
-@pytest.mark.parametrize("choice", [{}, *({"tool_choice": c} for c in (None, "auto", "none"))])
+@pytest.mark.parametrize(
+    "choice_field", [{}, *({"tool_choice": c} for c in (None, "auto", "none"))]
+)
 @pytest.mark.parametrize("tools", [{}, {"tools": None}, {"tools": []}])
-def test_js_145_no_tools_are_no_tools(server, tools, choice) -> None:
-    got = ask(server, "prose", **tools, **choice)
-    assert got["message"]["content"] == "Let me think."
-    assert got["finish_reason"] == "stop"
-    assert not got["message"].get("tool_calls")
+def test_js_145_null_or_empty_tools_mean_no_tools(server, tools, choice_field) -> None:
+    result = chat(server, "prose", **tools, **choice_field)
+    assert result["message"]["content"] == "Let me think."
+    assert result["finish_reason"] == "stop"
+    assert not result["message"].get("tool_calls")
     plain = prompt_of(server)
-    assert prompt_of(server, **tools, **choice) == plain
+    assert prompt_of(server, **tools, **choice_field) == plain
     assert prompt_of(server, tools=[TOOL]) != plain
     assert prompt_of(server, tools=[TOOL], tool_choice="none") == plain
 
 
 @pytest.mark.parametrize(
-    "choice",
+    "tool_choice",
     ["foo", 5, {"type": "function"}, {"type": "x", "function": {"name": "f"}}, [], {}, True]
     + [{"type": "function", "function": {}}, {"type": "function", "function": {"name": 5}}, ""],
 )
-@STREAM
-def test_js_146_a_choice_that_is_none(server, choice, stream) -> None:
-    request = chat_body("prose", tools=[TOOL], tool_choice=choice, stream=stream)
+@STREAM_OR_NOT
+def test_js_146_invalid_tool_choices_are_refused(server, tool_choice, stream) -> None:
+    request = chat_body("prose", tools=[TOOL], tool_choice=tool_choice, stream=stream)
     error = server.refused(CHAT, request)
     assert error["param"] == "tool_choice"
     assert "'required'" in error["message"]
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", NAMED, None])
-def test_js_146_a_model_without_a_form_for_calls(serve, script, choice) -> None:
-    server = serve(script(ab=["A", "B", EOS]), max_body_mib=2)
-    request = chat_body("ab", tools=[TOOL], tool_choice=choice)
+@pytest.mark.parametrize("tool_choice", ["auto", "required", NAMED, None])
+def test_js_146_tools_need_a_tool_call_parser(serve, scripted_checkpoint, tool_choice) -> None:
+    server = serve(scripted_checkpoint(ab=["A", "B", EOS]), max_body_mib=2)
+    request = chat_body("ab", tools=[TOOL], tool_choice=tool_choice)
     assert "--tool-call-parser" in server.refused(CHAT, request)["message"]
 
 
@@ -137,25 +141,27 @@ CALLS = [("call", "auto", "1"), ("array", "required", "1"), ("object", NAMED, "2
 ONE_CALL = {"parallel_tool_calls": False}
 
 
-@pytest.mark.parametrize(("start", "choice", "value"), CALLS)
-def test_js_147_calls_end_with_tool_calls(server, start, choice, value) -> None:
-    got = ask(server, start, tools=[TOOL, OTHER], tool_choice=choice, **ONE_CALL)
-    assert got["finish_reason"] == "tool_calls"
-    (call,) = got["message"]["tool_calls"]
+@pytest.mark.parametrize(("start", "tool_choice", "value"), CALLS)
+def test_js_147_the_finish_reason_of_a_call_is_tool_calls(
+    server, start, tool_choice, value
+) -> None:
+    result = chat(server, start, tools=[TOOL, OTHER], tool_choice=tool_choice, **ONE_CALL)
+    assert result["finish_reason"] == "tool_calls"
+    (call,) = result["message"]["tool_calls"]
     assert call["function"]["name"] == "f"
     assert json.loads(call["function"]["arguments"]) == {"a": int(value)}
-    assert got["message"]["content"] is None
+    assert result["message"]["content"] is None
     for count in range(1, 5):
-        more = {"tool_choice": choice, "max_tokens": count, **ONE_CALL}
-        cut = ask(server, start, tools=[TOOL, OTHER], **more)
+        more = {"tool_choice": tool_choice, "max_tokens": count, **ONE_CALL}
+        cut = chat(server, start, tools=[TOOL, OTHER], **more)
         if start != "object" or count < 3:
             assert cut["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(("start", "choice", "value"), CALLS)
-def test_js_148_pieces_of_calls(server, start, choice, value) -> None:
-    request = chat_body(start, tools=[TOOL], tool_choice=choice, **ONE_CALL)
-    deltas = [choice["delta"] for choice in server.stream(CHAT, request).choices()]
+@pytest.mark.parametrize(("start", "tool_choice", "value"), CALLS)
+def test_js_148_a_call_is_streamed_in_pieces(server, start, tool_choice, value) -> None:
+    request = chat_body(start, tools=[TOOL], tool_choice=tool_choice, **ONE_CALL)
+    deltas = [piece["delta"] for piece in server.stream(CHAT, request).choices()]
     first, *later = (call for delta in deltas for call in delta.get("tool_calls") or [])
     assert first["index"] == 0
     assert first["id"]
@@ -169,8 +175,8 @@ def test_js_148_pieces_of_calls(server, start, choice, value) -> None:
         arguments += piece["function"]["arguments"]
     assert len(later) > 1
     assert json.loads(arguments) == {"a": int(value)}
-    (whole,) = server.post(CHAT, request).json()["choices"]
-    assert whole["message"]["tool_calls"][0]["function"]["arguments"] == arguments
+    (choice,) = server.post(CHAT, request).json()["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 @pytest.mark.parametrize(
@@ -181,19 +187,19 @@ def test_js_148_pieces_of_calls(server, start, choice, value) -> None:
         ("unknown", '<tool_call>{"name": "h", "arguments": {}}</tool_call>'),
     ],
 )
-def test_js_150_what_is_no_call_is_content(server, start, text) -> None:
-    got = ask(server, start, tools=[TOOL])
-    assert got["message"]["content"] == text
-    assert got["finish_reason"] == "stop"
-    assert not got["message"].get("tool_calls")
+def test_js_150_text_that_is_not_a_call_is_content(server, start, text) -> None:
+    result = chat(server, start, tools=[TOOL])
+    assert result["message"]["content"] == text
+    assert result["finish_reason"] == "stop"
+    assert not result["message"].get("tool_calls")
 
 
 @pytest.mark.parametrize("start", ["prose", "broken", "unknown", "end"])
-@pytest.mark.parametrize("choice", ["required", NAMED])
-def test_js_150_a_required_call_is_made(server, start, choice) -> None:
-    got = ask(server, start, tools=[TOOL], tool_choice=choice, max_tokens=200, **ONE_CALL)
-    assert got["finish_reason"] == "tool_calls"
-    (call,) = got["message"]["tool_calls"]
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
+def test_js_150_a_required_call_is_forced(server, start, tool_choice) -> None:
+    result = chat(server, start, tools=[TOOL], tool_choice=tool_choice, max_tokens=200, **ONE_CALL)
+    assert result["finish_reason"] == "tool_calls"
+    (call,) = result["message"]["tool_calls"]
     assert call["function"]["name"] == "f"
     assert json.loads(call["function"]["arguments"]) in ({"a": 1}, {"a": 2})
 
@@ -202,7 +208,7 @@ def schema_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
 
 
-def test_js_151_formats_that_are_none(server) -> None:
+def test_js_151_invalid_formats_are_refused(server) -> None:
     formats = [
         {"type": "foo"},
         {"type": "json_schema"},
@@ -270,7 +276,7 @@ class Node(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize("model", [Outer, Node])
-def test_js_152_schemas_with_references(server, model) -> None:
+def test_js_152_references_in_schemas_are_followed(server, model) -> None:
     schema = model.model_json_schema()
     assert "$defs" in schema
     if model is Outer:
@@ -298,10 +304,10 @@ FLAT = {
 
 
 @pytest.mark.parametrize("value", [{"type": "json_object"}, schema_format(FLAT)])
-@pytest.mark.parametrize("favourites", [" ", "\n", " \n\t", " \n\t\r"])
-def test_js_154_white_space_is_bounded(server, value, favourites) -> None:
-    # White space wherever it may be, and ends rather than beginnings.
-    bias = {server.tokenizer.encode(c)[0]: 100 for c in favourites}
+@pytest.mark.parametrize("favoured", [" ", "\n", " \n\t", " \n\t\r"])
+def test_js_154_white_space_is_bounded(server, value, favoured) -> None:
+    # Prefers white space, then characters that close a value.
+    bias = {server.tokenizer.encode(c)[0]: 100 for c in favoured}
     bias |= {server.tokenizer.encode(c)[0]: 30 for c in '}]"'}
     more = {"logit_bias": {str(i): b for i, b in bias.items()}, "max_tokens": 200}
     reply = server.chat("a", response_format=value, temperature=0, **more)
@@ -317,58 +323,58 @@ def test_js_154_white_space_is_bounded(server, value, favourites) -> None:
 @pytest.mark.parametrize(
     "value", [schema_format(PARAMETERS), schema_format(FLAT), {"type": "json_object"}]
 )
-def test_js_155_no_end_before_the_end(server, value) -> None:
+def test_js_155_the_completion_does_not_end_inside_the_json(server, value) -> None:
     bias = {str(EOS_ID): 100}
-    # Strings and lists would have no end otherwise.
+    # Otherwise strings and lists would not end.
     bias |= {str(server.tokenizer.encode(c)[0]): 50 for c in '"]}'}
     for start in ("end", "prose"):
-        got = ask(server, start, response_format=value, logit_bias=bias, max_tokens=200)
-        assert got["finish_reason"] == "stop"
-        parsed = json.loads(got["message"]["content"])
+        result = chat(server, start, response_format=value, logit_bias=bias, max_tokens=200)
+        assert result["finish_reason"] == "stop"
+        parsed = json.loads(result["message"]["content"])
         if value == schema_format(PARAMETERS):
             assert parsed in ({"a": 1}, {"a": 2})
 
 
 @pytest.mark.parametrize("value", [schema_format(PARAMETERS), {"type": "json_object"}])
-def test_js_155_nothing_after_the_end(server, value) -> None:
-    free = ask(server, "one", max_tokens=6)
+def test_js_155_nothing_follows_the_json(server, value) -> None:
+    free = chat(server, "one", max_tokens=6)
     assert free["message"]["content"] == '{"a": 1} and more text text'
-    got = ask(server, "one", response_format=value)
-    assert got["message"]["content"] == '{"a": 1}'
-    assert got["finish_reason"] == "stop"
+    result = chat(server, "one", response_format=value)
+    assert result["message"]["content"] == '{"a": 1}'
+    assert result["finish_reason"] == "stop"
     if value["type"] == "json_schema":
-        got = ask(server, "one", response_format=value, ignore_eos=True, min_tokens=5)
-        assert json.loads(got["message"]["content"]) == {"a": 1}
+        result = chat(server, "one", response_format=value, ignore_eos=True, min_tokens=5)
+        assert json.loads(result["message"]["content"]) == {"a": 1}
 
 
-def test_js_155_with_tools_the_answer_is_a_call_or_the_text(server) -> None:
-    form = schema_format(PARAMETERS)
-    more = {"tools": [TOOL], "response_format": form, "parallel_tool_calls": False}
-    got = ask(server, "call", **more)
-    assert got["finish_reason"] == "tool_calls"
-    assert not got["message"]["content"]
-    (call,) = got["message"]["tool_calls"]
+def test_js_155_with_tools_the_completion_is_a_call_or_json(server) -> None:
+    response_format = schema_format(PARAMETERS)
+    more = {"tools": [TOOL], "response_format": response_format, "parallel_tool_calls": False}
+    result = chat(server, "call", **more)
+    assert result["finish_reason"] == "tool_calls"
+    assert not result["message"]["content"]
+    (call,) = result["message"]["tool_calls"]
     assert call["function"]["name"] == "f"
     assert json.loads(call["function"]["arguments"]) in ({"a": 1}, {"a": 2})
-    got = ask(server, "object", **more)
-    assert got["finish_reason"] == "stop"
-    assert not got["message"].get("tool_calls")
-    assert json.loads(got["message"]["content"]) == {"a": 2}
+    result = chat(server, "object", **more)
+    assert result["finish_reason"] == "stop"
+    assert not result["message"].get("tool_calls")
+    assert json.loads(result["message"]["content"]) == {"a": 2}
 
 
 @pytest.mark.parametrize(("count", "text"), [(3, '{"k": "bc", '), (2, '{"k": "b'), (1, '{"k"')])
-def test_js_156_json_that_was_cut(server, count, text) -> None:
+def test_js_156_json_is_cut_off_at_max_tokens(server, count, text) -> None:
     more = {"response_format": {"type": "json_object"}, "max_tokens": count}
-    got = ask(server, "long", **more)
-    assert got["finish_reason"] == "length"
-    assert got["message"]["content"] == text
-    whole = ask(server, "long", **{**more, "max_tokens": 20})
+    result = chat(server, "long", **more)
+    assert result["finish_reason"] == "length"
+    assert result["message"]["content"] == text
+    whole = chat(server, "long", **{**more, "max_tokens": 20})
     assert whole["finish_reason"] == "stop"
     assert json.loads(whole["message"]["content"]) == {"k": "bc", "d": 5}
 
 
 def structured(server, schema: Any, **more: Any) -> list[Any]:
-    """What the answers say, streamed or not."""
+    """Returns the JSON value of every choice, and asserts that a stream has the same text."""
     request = {
         "messages": [{"role": "user", "content": "a"}],
         "response_format": schema_format(schema),
@@ -385,7 +391,7 @@ def structured(server, schema: Any, **more: Any) -> list[Any]:
     return [json.loads(choice["message"]["content"]) for choice in choices]
 
 
-def test_js_158_text_beyond_ascii(server) -> None:
+def test_js_158_strings_may_have_any_unicode_character(server) -> None:
     found = structured(server, {"enum": ENUM}, n=16)
     assert set(found) <= set(ENUM)
     assert len(set(found)) > 1

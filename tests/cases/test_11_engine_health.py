@@ -1,4 +1,4 @@
-"""Requests that are bad, many, or left alone, and what they leave behind."""
+"""Bad, concurrent and abandoned requests, and the state of the engine after them."""
 
 import asyncio
 import contextlib
@@ -18,19 +18,19 @@ from jaxserve.testing.api_client import CHAT, COMPLETIONS, Streamed
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 from jaxserve.testing.tiny_tokenizer import full_backend
 
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+BOTH_ENDPOINTS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 CONTEXT = 2048
 ENDLESS = {"prompt": [1, 2, 3], "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def server(serve, rand):
-    return serve(rand)
+def server(serve, random_checkpoint):
+    return serve(random_checkpoint)
 
 
 @pytest.fixture(scope="module")
-def long(serve, tmp_path_factory):
-    """Answers here can have 2000 tokens, which takes seconds."""
+def long_server(serve, tmp_path_factory):
+    """A server whose completions can have 2000 tokens, which takes seconds."""
     config = tiny_config(max_position_embeddings=CONTEXT)
     backend = full_backend(config["vocab_size"])
     path = write_checkpoint(tmp_path_factory.mktemp("long") / "long", config, tokenizer=backend)
@@ -41,7 +41,7 @@ def num_finished(server, reason):
     return server.metric("request_success_total", finished_reason=reason)
 
 
-BAD = [
+BAD_REQUESTS = [
     *("not json", "", "[]", '{"prompt":"\\ud800"}', '{"prompt":"a","temperature":NaN}'),
     *({"prompt": value} for value in (None, "", [], [10**6], [-1], [512], [[1], []], [1] * 3000)),
     *({"prompt": "a", "stop": value} for value in ("", [""], ["x"] * 100, [5])),
@@ -70,71 +70,71 @@ BAD = [
 ]
 
 
-def test_js_159_no_bad_request_harms_another(long) -> None:
-    """All of them come while a good one runs; it must not have ended before."""
+def test_js_159_bad_requests_do_not_change_a_running_one(long_server) -> None:
+    """All bad requests arrive while a good one is running."""
     body = {**ENDLESS, "stream": True, "logprobs": 1, "temperature": 1, "seed": 159}
-    quiet = Streamed.parse(httpx.Headers(), long.post(COMPLETIONS, body).content)
+    alone = Streamed.parse(httpx.Headers(), long_server.post(COMPLETIONS, body).content)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(long.post, COMPLETIONS, body)
-        for bad in BAD:
+        running = pool.submit(long_server.post, COMPLETIONS, body)
+        for bad in BAD_REQUESTS:
             for stream in (False, True):
                 wrong = bad if isinstance(bad, str) else {"stream": stream, **bad}
-                reply = long.post(COMPLETIONS, wrong)
+                reply = long_server.post(COMPLETIONS, wrong)
                 assert reply.status_code in (400, 404), (bad, reply.text)
                 assert reply.json()["error"]["message"]
-        while not running.done():  # and again, so that some meet it for certain
-            for bad in BAD[:20]:
-                assert long.post(COMPLETIONS, bad).status_code == 400
-    busy = Streamed.parse(httpx.Headers(), running.result().content)
-    assert busy.done
-    assert busy.text() == quiet.text()
-    assert numbers_of(busy) == numbers_of(quiet)
-    assert len(numbers_of(quiet)) == 2000
-    long.refused(COMPLETIONS, {"prompt": [10**6]})
-    long.until_idle()
+        while not running.done():  # repeats some, so that they overlap it for certain
+            for bad in BAD_REQUESTS[:20]:
+                assert long_server.post(COMPLETIONS, bad).status_code == 400
+    disturbed = Streamed.parse(httpx.Headers(), running.result().content)
+    assert disturbed.done
+    assert disturbed.text() == alone.text()
+    assert tokens_and_logprobs(disturbed) == tokens_and_logprobs(alone)
+    assert len(tokens_and_logprobs(alone)) == 2000
+    long_server.refused(COMPLETIONS, {"prompt": [10**6]})
+    long_server.until_idle()
 
 
-def numbers_of(streamed):
-    """The tokens of an answer with their log probabilities."""
+def tokens_and_logprobs(streamed):
+    """Returns the tokens of a completion with their log probabilities."""
     parts = [choice["logprobs"] for choice in streamed.choices() if choice["logprobs"]]
     pairs = [pair for p in parts for pair in zip(p["tokens"], p["token_logprobs"], strict=True)]
     return [(token, round(value, 3)) for token, value in pairs]
 
 
-def test_js_160_a_stream_that_is_left_ends(long) -> None:
-    before = num_finished(long, "abort")
+def test_js_160_a_disconnect_aborts_a_stream(long_server) -> None:
+    before = num_finished(long_server, "abort")
     for path in (COMPLETIONS, CHAT):
         body = {**ENDLESS, "messages": [{"role": "user", "content": "x"}], "stream": True}
-        with long.http.stream("POST", path, json=body) as reply:
+        with long_server.http.stream("POST", path, json=body) as reply:
             lines = (line for line in reply.iter_lines() if line)
             for _ in range(3):
                 assert next(lines).startswith("data: {")
-            assert long.metric("num_requests_running") == 1
-        long.until_idle()
-    assert num_finished(long, "abort") == before + 2
-    assert long.metric("generation_tokens_total") > 0
+            assert long_server.metric("num_requests_running") == 1
+        long_server.until_idle()
+    assert num_finished(long_server, "abort") == before + 2
+    assert long_server.metric("generation_tokens_total") > 0
 
 
-@BOTH
-def test_js_161_a_request_that_is_left_ends(long, path) -> None:
-    before = num_finished(long, "abort")
+@BOTH_ENDPOINTS
+def test_js_161_a_disconnect_aborts_a_request_without_a_stream(long_server, path) -> None:
+    before = num_finished(long_server, "abort")
     body = {**ENDLESS, "messages": [{"role": "user", "content": "x"}], "n": 2}
-    with httpx.Client(base_url=long.url) as impatient:
-        waiting = threading.Thread(target=give_up, args=(impatient, path, body))
-        waiting.start()
-        long.until(lambda: long.metric("num_requests_running") == 2)
-        waiting.join()
-    long.until_idle()
-    assert num_finished(long, "abort") == before + 2
+    with httpx.Client(base_url=long_server.url) as client:
+        client_thread = threading.Thread(target=post_until_timeout, args=(client, path, body))
+        client_thread.start()
+        long_server.until(lambda: long_server.metric("num_requests_running") == 2)
+        client_thread.join()
+    long_server.until_idle()
+    assert num_finished(long_server, "abort") == before + 2
 
 
-def give_up(client, path, body):
+def post_until_timeout(client, path, body):
     with pytest.raises(httpx.ReadTimeout):
         client.post(path, json=body, timeout=0.5)
 
 
 def mixed_requests(count, *, seed):
-    numbers = random.Random(seed)
+    rng = random.Random(seed)
     kinds = [
         {"max_tokens": 5},
         {"max_tokens": 5, "n": 2},
@@ -146,38 +146,38 @@ def mixed_requests(count, *, seed):
         {"max_tokens": 200, "n": 2, "leave": True},
     ]
     for _ in range(count):
-        start = [7] * numbers.choice([0, 16, 40])
-        prompt = [*start, *(numbers.randrange(3, 250) for _ in range(numbers.randrange(1, 30)))]
-        yield {"prompt": prompt, "ignore_eos": True, **numbers.choice(kinds)}
+        start = [7] * rng.choice([0, 16, 40])
+        prompt = [*start, *(rng.randrange(3, 250) for _ in range(rng.randrange(1, 30)))]
+        yield {"prompt": prompt, "ignore_eos": True, **rng.choice(kinds)}
 
 
 async def send(client, body):
-    """The status; "left" if the client has left after the first event."""
-    leaves = body.pop("leave", False)
-    if not leaves:
+    """Returns the status, or "left" if the client disconnected after the first event."""
+    disconnects = body.pop("leave", False)
+    if not disconnects:
         return (await client.post(COMPLETIONS, json=body)).status_code
     async with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as reply:
         await anext(reply.aiter_lines())
     return "left"
 
 
-async def test_js_164_no_block_is_lost(server) -> None:
+async def test_js_164_no_block_is_leaked(server) -> None:
     async with server.async_http() as client:
         requests = [send(client, body) for body in mixed_requests(200, seed=1)]
         results = Counter(await asyncio.gather(*requests))
     assert results.keys() == {200, 400, "left"}
     assert min(results.values()) > 20
     server.until_idle()
-    # All blocks at once: 4 answers, each of the whole context.
-    whole = {"prompt": [5] * 100, "max_tokens": 156, "ignore_eos": True, "n": 4}
+    # Uses all blocks at once: 4 completions, each of the whole context.
+    full = {"prompt": [5] * 100, "max_tokens": 156, "ignore_eos": True, "n": 4}
     before = server.metric("num_preemptions_total")
-    reply = server.post(COMPLETIONS, whole).json()
+    reply = server.post(COMPLETIONS, full).json()
     assert reply["usage"]["completion_tokens"] == 4 * 156
     assert server.metric("num_preemptions_total") == before
     server.until_idle()
 
 
-async def test_js_165_ids_need_not_be_unique(server) -> None:
+async def test_js_165_request_ids_need_not_be_unique(server) -> None:
     def body(i, **more):
         prompt = [3 + i, 5]
         return {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "temperature": 0, **more}
@@ -198,7 +198,7 @@ async def test_js_165_ids_need_not_be_unique(server) -> None:
             assert {reply.json()["id"] for reply in replies} == {"cmpl-abc"}
 
 
-def test_js_166_every_reply_has_an_id(server) -> None:
+def test_js_166_every_reply_has_a_request_id(server) -> None:
     good = {"prompt": [1, 2], "max_tokens": 2}
     for body, status in (
         (good, 200),
@@ -218,44 +218,45 @@ def test_js_166_every_reply_has_an_id(server) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "given_id",
     [
         *(b"x" * 60_000, b"x" * 500, b"x" * 129, b"a\tb", b"a b", b"", "\u4e2d".encode(), b"\xff"),
         *(b'a"b', b"a{b}", b"<script>", b"a\\nb", b"data: x", b"../x"),
     ],
 )
-def test_js_167_odd_ids_are_replaced(server, caplog, given) -> None:
+def test_js_167_invalid_request_ids_are_replaced(server, caplog, given_id) -> None:
     body = {"prompt": [1, 2], "max_tokens": 9, "ignore_eos": True, "stream": True}
-    headers = [(b"x-request-id", given)]
+    headers = [(b"x-request-id", given_id)]
     reply = server.http.post(COMPLETIONS, json=body, headers=headers)
     assert reply.status_code == 200
-    own = reply.headers["x-request-id"]
-    assert own.encode() != given
-    assert own.isascii()
-    assert 0 < len(own) <= 128
+    replacement = reply.headers["x-request-id"]
+    assert replacement.encode() != given_id
+    assert replacement.isascii()
+    assert 0 < len(replacement) <= 128
     assert len(reply.content) < 10_000
-    assert not given or given not in reply.content
-    assert f'"id":"cmpl-{own}"'.encode() in reply.content
-    if len(given) > 100:
-        assert given.decode() not in caplog.text
+    assert not given_id or given_id not in reply.content
+    assert f'"id":"cmpl-{replacement}"'.encode() in reply.content
+    if len(given_id) > 100:
+        assert given_id.decode() not in caplog.text
     refused = server.http.post(COMPLETIONS, json={**body, "n": 0}, headers=headers)
     assert refused.status_code == 400
     with contextlib.suppress(UnicodeDecodeError):
-        body |= {"request_id": given.decode(), "stream": False}
+        body |= {"request_id": given_id.decode(), "stream": False}
         reply = server.post(COMPLETIONS, body)
         assert reply.status_code == 200
         assert len(reply.json()["id"]) < 200
-        assert given.decode() != reply.headers["x-request-id"]
+        assert given_id.decode() != reply.headers["x-request-id"]
 
 
-def test_js_170_long_texts_are_encoded_beside_the_loop(server, monkeypatch) -> None:
-    """While three are being encoded, and for as long as it takes, others are served."""
-    encode, may_go_on, count = server.tokenizer.encode, threading.Event(), threading.Semaphore(0)
+def test_js_170_long_prompts_are_encoded_outside_the_event_loop(server, monkeypatch) -> None:
+    """While three long prompts are encoded, other requests are served."""
+    encode = server.tokenizer.encode
+    may_continue, starts = threading.Event(), threading.Semaphore(0)
 
     def slow_encode(text, **options):
         if len(text) > 100_000:
-            count.release()
-            assert may_go_on.wait(60)
+            starts.release()
+            assert may_continue.wait(60)
         return encode(text, **options)
 
     monkeypatch.setattr(server.tokenizer, "encode", slow_encode)
@@ -270,36 +271,36 @@ def test_js_170_long_texts_are_encoded_beside_the_loop(server, monkeypatch) -> N
             )
         ]
         for _ in waiting:
-            assert count.acquire(timeout=60)
+            assert starts.acquire(timeout=60)
         assert server.http.get("/health").status_code == 200
         assert server.stream_complete([1, 2], max_tokens=20, ignore_eos=True).done
         assert not any(request.done() for request in waiting)
-        may_go_on.set()
+        may_continue.set()
     assert [request.result().status_code for request in waiting] == [200, 200, 200]
 
 
-def test_js_170_long_chats_are_rendered_beside_the_loop(server, monkeypatch) -> None:
-    begun, may_go_on = threading.Event(), threading.Event()
+def test_js_170_long_chats_are_rendered_outside_the_event_loop(server, monkeypatch) -> None:
+    started, may_continue = threading.Event(), threading.Event()
 
     def slow_render(*args, **options):
-        begun.set()
-        assert may_go_on.wait(60)
+        started.set()
+        assert may_continue.wait(60)
         return "hello"
 
     monkeypatch.setattr("jaxserve.openai.prompts.render_chat", slow_render)
     text = "hello world " * (2**20 // 12)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(server.chat, text, max_tokens=1)
-        assert begun.wait(60)
+        assert started.wait(60)
         assert server.http.get("/health").status_code == 200
         assert server.stream_complete([1, 2], max_tokens=20, ignore_eos=True).done
         assert not waiting.done()
-        may_go_on.set()
+        may_continue.set()
     assert waiting.result()["usage"]["prompt_tokens"] == 1
 
 
-class Held:
-    """An engine that starts nothing before it may."""
+class HeldEngine:
+    """An engine that starts no request before ``may_start`` is set."""
 
     def __init__(self, engine: Engine, may_start: threading.Event) -> None:
         self._engine = engine
@@ -315,11 +316,15 @@ class Held:
                 yield output
 
 
-async def test_js_179_a_full_queue_says_so(serve, rand, monkeypatch) -> None:
-    """50 at once for 4 places: 46 hear at once that there are none, and 4 are served."""
-    server = serve(rand, max_queue=4)
+async def test_js_179_requests_over_the_admission_limit_are_refused(
+    serve, random_checkpoint, monkeypatch
+) -> None:
+    """Of 50 requests at an admission limit of 4, 46 are refused at once and 4 are served."""
+    server = serve(random_checkpoint, max_queue=4)
     may_start = threading.Event()
-    monkeypatch.setattr(server.text_engine, "engine", Held(server.text_engine.engine, may_start))
+    monkeypatch.setattr(
+        server.text_engine, "engine", HeldEngine(server.text_engine.engine, may_start)
+    )
     body = {"prompt": [1, 2], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     accepted, refused = [], []
     async with server.async_http() as client:
@@ -342,23 +347,23 @@ async def test_js_179_a_full_queue_says_so(serve, rand, monkeypatch) -> None:
     assert error["param"] in ("n", "prompt")
 
 
-async def test_js_180_all_of_many_are_served(serve, rand) -> None:
-    """More than the blocks hold, among them prompts that need half of the blocks."""
-    server = serve(rand, num_blocks=33)
-    numbers = random.Random(180)
-    sizes = [numbers.choice([1, 10, 40, 200]) for _ in range(200)]
-    done: list[int] = []
+async def test_js_180_more_requests_than_fit_are_all_served(serve, random_checkpoint) -> None:
+    """The requests need more blocks than there are; some prompts need half of the blocks."""
+    server = serve(random_checkpoint, num_blocks=33)
+    rng = random.Random(180)
+    sizes = [rng.choice([1, 10, 40, 200]) for _ in range(200)]
+    finished: list[int] = []
 
-    async def one(client, i):
+    async def complete(client, i):
         body = {"prompt": [3 + i] * sizes[i], "max_tokens": 12, "ignore_eos": True}
         reply = await client.post(COMPLETIONS, json=body)
-        done.append(i)
+        finished.append(i)
         return reply.json()["usage"]
 
     async with server.async_http() as client:
-        usages = await asyncio.gather(*(one(client, i) for i in range(200)))
+        usages = await asyncio.gather(*(complete(client, i) for i in range(200)))
     for size, usage in zip(sizes, usages, strict=True):
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (size, 12)
-    # First come, first served: of those that come first most are among the first to be done.
-    assert len(set(done[:100]) & set(range(100))) > 70
+    # First come, first served: most of the first requests are among the first to finish.
+    assert len(set(finished[:100]) & set(range(100))) > 70
     server.until_idle()

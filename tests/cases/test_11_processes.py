@@ -1,4 +1,4 @@
-"""How the processes of a server begin, end, and get on with others."""
+"""Server processes: start, stop, signals, dead engines and limits of the system."""
 
 import asyncio
 import contextlib
@@ -31,13 +31,13 @@ ENDLESS = {**BODY, "max_tokens": 1000}
 
 
 class Program:
-    """``python -m server`` in a session of its own, and what it prints."""
+    """A ``python -m server`` in a session of its own, and its output."""
 
     def __init__(self, *args, cwd=ROOT, soft_files=None, **environment) -> None:
         command = [sys.executable, "-m", "server", *map(str, args)]
         if soft_files is not None:
             command = ["sh", "-c", f'ulimit -Sn {soft_files} && exec "$@"', "sh", *command]
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._lines: list[str] = []
         self.process = subprocess.Popen(
             command,
@@ -53,20 +53,20 @@ class Program:
 
     def _read(self) -> None:
         for line in self.process.stderr:
-            with self._news:
+            with self._changed:
                 self._lines.append(line)
-                self._news.notify_all()
-        with self._news:
-            self._news.notify_all()
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
     @property
     def output(self) -> str:
         return "".join(self._lines)
 
     def wait_for(self, pattern) -> re.Match[str]:
-        """Waits until this has been printed."""
-        with self._news:
-            self._news.wait_for(
+        """Waits until the output contains a match, and returns it."""
+        with self._changed:
+            self._changed.wait_for(
                 lambda: re.search(pattern, self.output) or not self._reader.is_alive(), TIMEOUT_S
             )
         match = re.search(pattern, self.output)
@@ -74,22 +74,22 @@ class Program:
         return match
 
     def wait_for_imports(self) -> None:
-        """Waits until it is in the midst of loading packages."""
+        """Waits until the process is importing packages."""
         maps, end = Path(f"/proc/{self.process.pid}/maps"), time.monotonic() + TIMEOUT_S
         while "msgspec" not in maps.read_text():
             assert time.monotonic() < end
 
     @property
     def url(self) -> str:
-        """Known as soon as it is ready."""
+        """The URL of the server; waits until it is ready."""
         return self.wait_for(r"URL +(http://\S+)/v1")[1]
 
-    def family(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         front = psutil.Process(self.process.pid)
         return [front, *front.children(recursive=True)]
 
-    def end(self) -> int:
-        """Waits for the end and returns the exit code."""
+    def wait(self) -> int:
+        """Waits until the process has exited, and returns the exit code."""
         code = self.process.wait(TIMEOUT_S)
         self._reader.join(TIMEOUT_S)
         return code
@@ -103,21 +103,21 @@ def program(*args, **options):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.process.pid, signal.SIGKILL)
-        started.end()
+        started.wait()
         started.process.stderr.close()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, make_front_checkpoint):
-    """Where the name of the fake model is that of a checkpoint."""
+    """A folder with a checkpoint that has the name of the fake model."""
     folder = tmp_path_factory.mktemp("programs")
     make_front_checkpoint(folder / MODEL)
     return folder
 
 
-def assert_gone(family, *, temporary: Path, url: str | None = None) -> None:
-    """No process, no socket, and the port is free."""
-    _, alive = psutil.wait_procs(family, timeout=10)
+def assert_gone(processes, *, temporary: Path, url: str | None = None) -> None:
+    """Asserts that the processes and their sockets are gone and that the port is free."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive
     assert not list(temporary.glob("jaxserve-*"))
     if url is not None:
@@ -126,7 +126,7 @@ def assert_gone(family, *, temporary: Path, url: str | None = None) -> None:
 
 
 def open_stream(stack, url):
-    """A stream that has begun: an iterator over its lines."""
+    """Starts a stream, and returns an iterator over the lines after the first."""
     body = {**ENDLESS, "stream": True}
     reply = stack.enter_context(httpx.stream("POST", url + COMPLETIONS, json=body, timeout=60))
     lines = (line for line in reply.iter_lines() if line)
@@ -134,45 +134,47 @@ def open_stream(stack, url):
     return lines
 
 
-def test_js_168_a_dead_engine_is_noticed(folder, tmp_path) -> None:
+def test_js_168_the_death_of_the_engine_fails_its_requests(folder, tmp_path) -> None:
     with program(MODEL, "--port", 0, *FAKE, cwd=folder, TMPDIR=str(tmp_path)) as server:
         url = server.url
-        front, engine = server.family()
+        front, engine = server.processes()
         with contextlib.ExitStack() as stack:
             streams = [open_stream(stack, url) for _ in range(2)]
-            plain: list[httpx.Response] = []
-            waiting = threading.Thread(
-                target=lambda: plain.append(httpx.post(url + COMPLETIONS, json=ENDLESS, timeout=60))
+            replies: list[httpx.Response] = []
+            client_thread = threading.Thread(
+                target=lambda: replies.append(
+                    httpx.post(url + COMPLETIONS, json=ENDLESS, timeout=60)
+                )
             )
-            waiting.start()
+            client_thread.start()
             while httpx.get(f"{url}/load").json() != {"server_load": 3}:
                 pass
             engine.kill()
-            since = time.monotonic()
+            killed_at = time.monotonic()
             for stream in streams:
                 *_, error, done = stream
                 assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
                 assert done == "data: [DONE]"
-            waiting.join()
-        assert time.monotonic() - since < 5
-        assert plain[0].status_code == 503
-        assert "SIGKILL" in plain[0].json()["error"]["message"]
-        with contextlib.suppress(httpx.TransportError):  # it may as well have ended
+            client_thread.join()
+        assert time.monotonic() - killed_at < 5
+        assert replies[0].status_code == 503
+        assert "SIGKILL" in replies[0].json()["error"]["message"]
+        with contextlib.suppress(httpx.TransportError):  # the server may have exited
             assert httpx.get(f"{url}/health").status_code == 503
             assert httpx.post(url + COMPLETIONS, json=BODY).status_code == 503
         server.process.send_signal(signal.SIGTERM)
-        server.end()
+        server.wait()
         assert_gone([front, engine], temporary=tmp_path, url=url)
 
 
 @pytest.mark.parametrize(
     ("loaded", "to_group", "times"), [(False, False, 1), (True, True, 1), (True, False, 2)]
 )
-def test_js_171_an_interrupt_ends_all(folder, tmp_path, loaded, to_group, times) -> None:
-    patience = "0.3" if times == 1 else "60"
-    flags = ("--port", 0, "--shutdown-timeout", patience, *FAKE)
+def test_js_171_an_interrupt_stops_all_processes(folder, tmp_path, loaded, to_group, times) -> None:
+    shutdown_timeout = "0.3" if times == 1 else "60"
+    flags = ("--port", 0, "--shutdown-timeout", shutdown_timeout, *FAKE)
     with program(MODEL, *flags, cwd=folder, TMPDIR=str(tmp_path)) as server:
-        url, family = server.url, server.family()
+        url, processes = server.url, server.processes()
         with contextlib.ExitStack() as stack:
             streams = [open_stream(stack, url) for _ in range(2 * loaded)]
             for _ in range(times):
@@ -182,21 +184,21 @@ def test_js_171_an_interrupt_ends_all(folder, tmp_path, loaded, to_group, times)
                 *_, last, done = stream
                 assert '"finish_reason":"abort"' in last
                 assert done == "data: [DONE]"
-        assert server.end() in (0, 130)
+        assert server.wait() in (0, 130)
         assert "Traceback" not in server.output
-        assert_gone(family, temporary=tmp_path, url=url)
+        assert_gone(processes, temporary=tmp_path, url=url)
 
 
-def test_js_173_open_streams_do_not_keep_it_alive(folder, tmp_path) -> None:
+def test_js_173_open_streams_do_not_keep_the_server_alive(folder, tmp_path) -> None:
     assert ServerSettings().shutdown_timeout <= 8
     flags = ("--port", 0, "--shutdown-timeout", 0.5, *FAKE)
     with program(MODEL, *flags, cwd=folder, TMPDIR=str(tmp_path)) as server:
-        url, family = server.url, server.family()
+        url, processes = server.url, server.processes()
         port = httpx.URL(url).port
         raw = json.dumps({**ENDLESS, "stream": True, "n": 20}).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         with contextlib.ExitStack() as stack:
-            # Two do not read, of which one has a small buffer that is soon full.
+            # Two clients do not read; the buffer of the second is small and soon full.
             for size in (None, 4096):
                 client = stack.enter_context(socket.socket())
                 if size is not None:
@@ -211,56 +213,62 @@ def test_js_173_open_streams_do_not_keep_it_alive(folder, tmp_path) -> None:
             *_, last, done = stream
             assert '"finish_reason":"abort"' in last
             assert done == "data: [DONE]"
-            assert server.end() == 0
-        assert_gone(family, temporary=tmp_path, url=url)
+            assert server.wait() == 0
+        assert_gone(processes, temporary=tmp_path, url=url)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("phase", ["", "starting", "load weights", "compile"])
-def test_js_174_a_signal_while_it_starts(rand, settings, tmp_path, phase, number) -> None:
-    """With a real engine; in the first phase it has not come further than its imports."""
-    flags = ("--model", rand, "--port", 0, "--max-num-seqs", 8, "--dtype", "float32")
+def test_js_174_a_signal_during_the_start_stops_the_server(
+    random_checkpoint, settings, tmp_path, phase, signal_number
+) -> None:
+    """Uses a real engine. In the first phase, the server is still importing packages."""
+    flags = ("--model", random_checkpoint, "--port", 0, "--max-num-seqs", 8, "--dtype", "float32")
     with program(*flags, "--compilation-cache-dir", "", TMPDIR=str(tmp_path)) as server:
         if phase:
             server.wait_for(phase)
         else:
             server.wait_for_imports()
-        family = server.family()
-        server.process.send_signal(number)
-        assert server.end() in (128 + number, -number)
+        processes = server.processes()
+        server.process.send_signal(signal_number)
+        assert server.wait() in (128 + signal_number, -signal_number)
         assert "Traceback" not in server.output
         assert len(server.output.splitlines()) < 12
-        assert_gone(family, temporary=tmp_path)
+        assert_gone(processes, temporary=tmp_path)
 
 
-def test_js_174_a_signal_while_the_first_request_is_compiled(rand, tmp_path) -> None:
-    flags = ("--model", rand, "--port", 0, "--no-warmup", "--shutdown-timeout", 0.2)
+def test_js_174_a_signal_during_the_first_compilation_stops_the_server(
+    random_checkpoint, tmp_path
+) -> None:
+    flags = ("--model", random_checkpoint, "--port", 0, "--no-warmup", "--shutdown-timeout", 0.2)
     with program(*flags, "--compilation-cache-dir", "", TMPDIR=str(tmp_path)) as server:
-        url, family = server.url, server.family()
+        url, processes = server.url, server.processes()
         with contextlib.ExitStack() as stack:
-            ended = stack.enter_context(contextlib.closing(httpx.Client(timeout=60)))
-            request = threading.Thread(target=lambda: ended.post(url + COMPLETIONS, json=BODY))
-            request.start()
+            client = stack.enter_context(contextlib.closing(httpx.Client(timeout=60)))
+            client_thread = threading.Thread(
+                target=lambda: client.post(url + COMPLETIONS, json=BODY)
+            )
+            client_thread.start()
             while httpx.get(f"{url}/load").json() != {"server_load": 1}:
                 pass
             server.process.send_signal(signal.SIGTERM)
-            assert server.end() == 0
-            request.join()
+            assert server.wait() == 0
+            client_thread.join()
         assert "Traceback" not in server.output
-        assert_gone(family, temporary=tmp_path, url=url)
+        assert_gone(processes, temporary=tmp_path, url=url)
 
 
-def test_js_175_a_port_that_is_taken(rand) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with program("--model", rand, "--port", port) as server:
-            assert server.end() == 1
+def test_js_175_a_port_in_use_is_reported(random_checkpoint) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with program("--model", random_checkpoint, "--port", port) as server:
+            assert server.wait() == 1
     assert str(port) in server.output
     assert server.output.startswith("error: ")
     assert len(server.output.splitlines()) == 1
 
 
-def test_js_176_servers_do_not_meet(folder, tmp_path) -> None:
+def test_js_176_servers_on_one_machine_are_independent(folder, tmp_path) -> None:
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(
@@ -278,35 +286,35 @@ def test_js_176_servers_do_not_meet(folder, tmp_path) -> None:
             reply = httpx.post(url + COMPLETIONS, json={**BODY, "max_tokens": 3}).json()
             assert reply["model"] == f"model-{i}"
             assert reply["usage"]["completion_tokens"] == 3
-        engines = {server.family()[1].pid for server in servers}
+        engines = {server.processes()[1].pid for server in servers}
         assert len(engines) == 4
 
 
 @pytest.fixture(scope="module")
-def cramped(folder, tmp_path_factory):
-    """A server with few open files, a long TMPDIR with sockets of others, and a long model path."""
+def constrained_server(folder, tmp_path_factory):
+    """A server with few open files, a long TMPDIR with an old socket, and a long model path."""
     temporary = tmp_path_factory.mktemp("t") / ("t" * 120)
     (temporary / "jaxserve-old").mkdir(parents=True)
-    with socket.socket(socket.AF_UNIX) as left:
+    with socket.socket(socket.AF_UNIX) as old_socket:
         os.chdir(temporary)
-        left.bind("jaxserve-old/events")
+        old_socket.bind("jaxserve-old/events")
         os.chdir(ROOT)
-    deep = folder / ("d" * 100) / ("e" * 100)
-    deep.mkdir(parents=True)
-    (deep / "model").symlink_to(folder / MODEL)
-    flags = ("--model", deep / "model", "--port", 0, *FAKE)
+    long_folder = folder / ("d" * 100) / ("e" * 100)
+    long_folder.mkdir(parents=True)
+    (long_folder / "model").symlink_to(folder / MODEL)
+    flags = ("--model", long_folder / "model", "--port", 0, *FAKE)
     with program(*flags, soft_files=256, TMPDIR=str(temporary)) as server:
         yield server
 
 
-def test_js_177_sockets_where_paths_are_long(cramped) -> None:
-    reply = httpx.post(cramped.url + COMPLETIONS, json={**BODY, "max_tokens": 3}).json()
+def test_js_177_the_server_works_with_long_paths(constrained_server) -> None:
+    reply = httpx.post(constrained_server.url + COMPLETIONS, json={**BODY, "max_tokens": 3}).json()
     assert reply["usage"]["completion_tokens"] == 3
     assert reply["model"] == "model"
 
 
 @pytest.mark.parametrize("name", ["t" * 120, "\u4e2d" * 40, "missing/folder", "short"])
-def test_js_177_the_folder_of_sockets(tmp_path, monkeypatch, name) -> None:
+def test_js_177_socket_paths_are_short_and_private(tmp_path, monkeypatch, name) -> None:
     if name != "missing/folder":
         (tmp_path / name).mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / name))
@@ -316,16 +324,16 @@ def test_js_177_the_folder_of_sockets(tmp_path, monkeypatch, name) -> None:
         for address in (folder.events, folder.requests(999)):
             path = Path(address.removeprefix("ipc://"))
             assert len(os.fsencode(path)) <= MAX_SOCKET_PATH
-            with socket.socket(socket.AF_UNIX) as bound:
-                bound.bind(str(path))
+            with socket.socket(socket.AF_UNIX) as unix_socket:
+                unix_socket.bind(str(path))
         assert Path(folder.path).stat().st_mode & 0o777 == 0o700
     finally:
         folder.remove()
     assert not Path(folder.path).exists()
 
 
-async def test_js_178_more_connections_than_the_soft_limit_of_files(cramped) -> None:
-    url = httpx.URL(cramped.url)
+async def test_js_178_connections_may_exceed_the_soft_limit_of_files(constrained_server) -> None:
+    url = httpx.URL(constrained_server.url)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
     raw = json.dumps({**BODY, "max_tokens": 5, "stream": True}).encode()
@@ -333,17 +341,17 @@ async def test_js_178_more_connections_than_the_soft_limit_of_files(cramped) -> 
         f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         f"Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
     ).encode()
-    before = [process.num_fds() for process in cramped.family()]
-    everybody = asyncio.Event()
-    connected = 0
+    before = [process.num_fds() for process in constrained_server.processes()]
+    all_connected = asyncio.Event()
+    num_connected = 0
 
     async def stream():
-        nonlocal connected
+        nonlocal num_connected
         reader, writer = await asyncio.open_connection(url.host, url.port)
-        connected += 1
-        if connected == 600:
-            everybody.set()
-        await everybody.wait()
+        num_connected += 1
+        if num_connected == 600:
+            all_connected.set()
+        await all_connected.wait()
         writer.write(head + raw)
         reply = await reader.read()
         writer.close()
@@ -357,6 +365,6 @@ async def test_js_178_more_connections_than_the_soft_limit_of_files(cramped) -> 
     for reply in replies:
         assert reply.startswith(b"HTTP/1.1 200 ")
         assert b"data: [DONE]" in reply
-    front, engine = cramped.family()
+    front, engine = constrained_server.processes()
     assert engine.num_fds() <= before[1] + 4
     assert front.is_running()

@@ -1,4 +1,4 @@
-"""The program that answers a file of requests."""
+"""The batch program: results, invalid lines, interruption and resuming."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ def request(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, An
 
 
 class Batch:
-    """A file of requests and one of results, and runs from one to the other."""
+    """A file of requests and a file of results, and runs of the batch program on them."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.input, self.output = folder / "in.jsonl", folder / "out.jsonl"
@@ -47,7 +47,7 @@ class Batch:
         return main([*self.argv, *argv], factory=factory)
 
     def results(self) -> list[dict[str, Any]]:
-        """Every line is whole, or this raises an error."""
+        """Returns the results, and fails if a line is incomplete."""
         text = self.output.read_text()
         assert text.endswith("\n") or not text
         return [json.loads(line) for line in text.splitlines()]
@@ -69,8 +69,8 @@ def batch(tmp_path: Path, front_checkpoint: Path) -> Batch:
     return Batch(tmp_path, front_checkpoint)
 
 
-def test_js_229_a_bad_line_fails_alone(tmp_path: Path, script, settings) -> None:
-    folder = script(ab=["A", "B", "<|im_end|>"])
+def test_js_229_a_bad_line_fails_alone(tmp_path: Path, scripted_checkpoint, settings) -> None:
+    folder = scripted_checkpoint(ab=["A", "B", "<|im_end|>"])
     batch = Batch(tmp_path, folder)
     batch.write(
         request("first", prompt="<ab>"),
@@ -79,9 +79,9 @@ def test_js_229_a_bad_line_fails_alone(tmp_path: Path, script, settings) -> None
         request("other", model="gpt-4"),
         request("last", prompt="<ab>", n=2),
     )
-    # The rest of the tests keep compiled programs elsewhere, so a run of its own keeps none.
-    own = flags(**{**settings, "compilation_cache_dir": ""})
-    assert batch.run(*own, factory=FACTORY) == 0
+    # The folder of compiled programs is a setting of the whole process, so this run sets none.
+    batch_flags = flags(**{**settings, "compilation_cache_dir": ""})
+    assert batch.run(*batch_flags, factory=FACTORY) == 0
     assert len(batch.results()) == 5
     results = batch.by_id()
     for custom_id, count in (("first", 1), ("last", 2)):
@@ -97,7 +97,7 @@ def test_js_229_a_bad_line_fails_alone(tmp_path: Path, script, settings) -> None
     assert error["code"] == "context_length_exceeded"
 
 
-def test_js_230_the_shape_of_results(batch: Batch) -> None:
+def test_js_230_results_have_the_documented_fields(batch: Batch) -> None:
     batch.write(request("a"), request("b", CHAT), request("c", temperature=-1), "{}")
     assert batch.run() == 0
     results = batch.by_id()
@@ -124,16 +124,16 @@ def test_js_230_the_shape_of_results(batch: Batch) -> None:
     assert error["param"] == "temperature"
 
 
-def without(key: str) -> dict[str, Any]:
+def request_without(key: str) -> dict[str, Any]:
     line = request("odd")
     del line[key]
     return line
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "word"),
     [
-        *((without(key), key) for key in ("custom_id", "method", "url", "body")),
+        *((request_without(key), key) for key in ("custom_id", "method", "url", "body")),
         *(({**request("odd"), key: None}, key) for key in ("custom_id", "method", "url", "body")),
         *(({**request("odd"), key: 5}, key) for key in ("custom_id", "method", "url", "body")),
         ({**request("odd"), "url": "/v1/unknown"}, "/v1/unknown"),
@@ -148,9 +148,9 @@ def without(key: str) -> dict[str, Any]:
         (request("good"), "used before"),
     ],
 )
-def test_js_231_odd_lines(batch: Batch, line: Any, says: str) -> None:
-    odd = line if isinstance(line, str | dict) else json.dumps(line)
-    batch.write(request("good"), odd, request("after"))
+def test_js_231_an_invalid_line_gets_an_error(batch: Batch, line: Any, word: str) -> None:
+    invalid = line if isinstance(line, str | dict) else json.dumps(line)
+    batch.write(request("good"), invalid, request("after"))
     assert batch.run() == 0
     results = batch.results()
     assert len(results) == 3
@@ -159,10 +159,10 @@ def test_js_231_odd_lines(batch: Batch, line: Any, says: str) -> None:
     (failed,) = [r for r in results if r not in good]
     if failed["error"] is None:
         assert failed["response"]["status_code"] == 400
-        assert says in failed["response"]["body"]["error"]["message"]
+        assert word in failed["response"]["body"]["error"]["message"]
     else:
         assert failed["response"] is None
-        assert says in failed["error"]["message"]
+        assert word in failed["error"]["message"]
     if isinstance(line, dict) and isinstance(line.get("custom_id"), str):
         assert failed["custom_id"] == line["custom_id"]
 
@@ -183,7 +183,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def run_to_half(batch: Batch, tmp_path: Path) -> Callable[..., Any]:
-    """Runs 200 lines in a process, and does something to it when half of them are done."""
+    """``with run_to_half() as process``: runs 200 lines, of which half are done on entry."""
     (tmp_path / "slow_run.py").write_text(SLOW)
     batch.write(*(request(f"r{i}", prompt=f"hello {i}", max_tokens=12) for i in range(200)))
 
@@ -219,8 +219,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def assert_whole_after_resuming(batch: Batch, capsys) -> None:
-    """What was finished stays as it was, the rest is done, and nothing is mixed up."""
+def assert_resumes(batch: Batch, capsys) -> None:
+    """Asserts that a run with ``--resume`` keeps finished results and completes the rest."""
     before = batch.output.read_text().splitlines()
     assert 100 <= len(before) < 200
     assert all(result["error"] is None for result in batch.results())
@@ -235,31 +235,33 @@ def assert_whole_after_resuming(batch: Batch, capsys) -> None:
     assert len(set(texts.values())) > 100
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_js_233_an_interrupt(batch: Batch, run_to_half, capsys, how: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_js_233_an_interrupted_run_can_be_resumed(
+    batch: Batch, run_to_half, capsys, signal_number: signal.Signals
+) -> None:
     with run_to_half() as process:
         engines = children(process.pid)
         assert len(engines) == 1
-        process.send_signal(how)
-        _, said = process.communicate(timeout=30)
+        process.send_signal(signal_number)
+        _, stderr = process.communicate(timeout=30)
     assert process.returncode == INTERRUPTED
-    assert "Traceback" not in said
-    assert "--resume" in said
+    assert "Traceback" not in stderr
+    assert "--resume" in stderr
     assert not any(map(is_alive, engines))
-    assert_whole_after_resuming(batch, capsys)
+    assert_resumes(batch, capsys)
 
 
-def test_js_233_an_engine_that_dies(batch: Batch, run_to_half, capsys) -> None:
+def test_js_233_a_run_whose_engine_died_can_be_resumed(batch: Batch, run_to_half, capsys) -> None:
     with run_to_half() as process:
         (engine,) = children(process.pid)
         os.kill(engine, signal.SIGKILL)
-        _, said = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert re.search("^error: .*engine", said, re.MULTILINE)
-    assert_whole_after_resuming(batch, capsys)
+    assert re.search("^error: .*engine", stderr, re.MULTILINE)
+    assert_resumes(batch, capsys)
 
 
-def test_js_233_a_program_that_is_killed(batch: Batch, run_to_half, capsys) -> None:
+def test_js_233_a_killed_run_can_be_resumed(batch: Batch, run_to_half, capsys) -> None:
     with run_to_half() as process:
         (engine,) = children(process.pid)
         process.kill()
@@ -268,7 +270,7 @@ def test_js_233_a_program_that_is_killed(batch: Batch, run_to_half, capsys) -> N
         os.sched_yield()
     if not batch.output.read_bytes().endswith(b"\n"):
         batch.output.write_bytes(batch.output.read_bytes().rpartition(b"\n")[0] + b"\n")
-    assert_whole_after_resuming(batch, capsys)
+    assert_resumes(batch, capsys)
 
 
 def missing_folder(batch: Batch) -> Sequence[str]:
@@ -276,38 +278,40 @@ def missing_folder(batch: Batch) -> Sequence[str]:
     return ()
 
 
-def a_folder(batch: Batch) -> Sequence[str]:
+def existing_folder(batch: Batch) -> Sequence[str]:
     batch.output.mkdir()
     return ("--overwrite",)
 
 
-def below_a_file(batch: Batch) -> Sequence[str]:
+def path_below_a_file(batch: Batch) -> Sequence[str]:
     batch.output.write_text("precious\n")
     batch.output = batch.output / "out.jsonl"
     return ()
 
 
-def full_of_results(batch: Batch) -> Sequence[str]:
+def existing_results(batch: Batch) -> Sequence[str]:
     batch.output.write_text("precious\n")
     return ()
 
 
-@pytest.mark.parametrize("output", [missing_folder, a_folder, below_a_file, full_of_results])
-def test_js_233_an_output_that_cannot_be(batch: Batch, capsys, output) -> None:
-    """This is found out before the model is loaded, of which there is none here."""
+@pytest.mark.parametrize(
+    "output", [missing_folder, existing_folder, path_below_a_file, existing_results]
+)
+def test_js_233_an_unusable_output_path_is_refused(batch: Batch, capsys, output) -> None:
+    """The model does not exist, so the error must be found before the model is loaded."""
     batch.write(request("a"))
     argv = output(batch)
     assert main([*batch.argv, "--model", "/no/model", *argv], factory=FAKE) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert str(batch.output) in said
-    assert "/no/model" not in said
-    assert len(said.splitlines()) == 1
-    if output is full_of_results:
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: ")
+    assert str(batch.output) in stderr
+    assert "/no/model" not in stderr
+    assert len(stderr.splitlines()) == 1
+    if output is existing_results:
         assert batch.output.read_text() == "precious\n"
 
 
-def test_js_233_a_model_that_cannot_be_loaded_leaves_no_trace(batch: Batch, capsys) -> None:
+def test_js_233_a_model_that_cannot_be_loaded_leaves_no_output(batch: Batch, capsys) -> None:
     batch.write(request("a"))
     assert main([*batch.argv, "--model", "/no/model"], factory=FAKE) == 1
     assert "/no/model" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""No case is forgotten."""
+"""Every case ID has a test, and every test of a case has an ID."""
 
 import re
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Checkpoint folders: config, shards, index, and folders that are rejected."""
+
 import json
 from pathlib import Path
 
@@ -27,7 +29,7 @@ def edit_index(folder: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("num_shards", [1, 4])
-def test_reads_what_was_written(tmp_path: Path, dtype: str, num_shards: int) -> None:
+def test_reads_a_written_checkpoint(tmp_path: Path, dtype: str, num_shards: int) -> None:
     config = tiny_config(dtype=dtype)
     tensors = random_tensors(config, seed=3)
     folder = write_checkpoint(
@@ -52,18 +54,20 @@ def test_generation_config_is_optional(sharded: Path) -> None:
     assert FolderCheckpoint(sharded, name="other").name == "other"
 
 
-def test_name_of_the_current_folder(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_has_its_own_name(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(sharded)
     assert FolderCheckpoint(Path(".")).name == "tiny-model"
 
 
-def test_missing_shards_are_named(sharded: Path) -> None:
+def test_names_missing_shards(sharded: Path) -> None:
     (sharded / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match="lacks 1 of the 3 .*: model-00002-of-00003"):
         FolderCheckpoint(sharded)
 
 
-def test_tensor_that_is_not_in_its_shard_is_named(sharded: Path) -> None:
+def test_names_a_tensor_that_its_shard_lacks(sharded: Path) -> None:
     edit_index(sharded, **{"model.norm.weight": "model-00001-of-00003.safetensors"})
     first = "model-00001-of-00003.safetensors"
     other = json.loads((sharded / INDEX).read_text())["weight_map"]["model.embed_tokens.weight"]
@@ -74,27 +78,27 @@ def test_tensor_that_is_not_in_its_shard_is_named(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": []}])
-def test_empty_index(sharded: Path, index: dict) -> None:
+def test_rejects_an_empty_index(sharded: Path, index: dict) -> None:
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="names no tensors"):
         FolderCheckpoint(sharded)
 
 
 @pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/etc/passwd", "a/b", "", 5])
-def test_index_cannot_reach_outside_the_folder(sharded: Path, file: object) -> None:
+def test_rejects_an_index_that_points_outside_the_folder(sharded: Path, file: object) -> None:
     edit_index(sharded, **{"model.norm.weight": file})
     with pytest.raises(CheckpointError, match="not a plain file name"):
         FolderCheckpoint(sharded)
 
 
-def test_cut_shard(sharded: Path) -> None:
+def test_rejects_a_truncated_shard(sharded: Path) -> None:
     shard = sharded / "model-00003-of-00003.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="model-00003-of-00003.safetensors is cut short"):
         FolderCheckpoint(sharded)
 
 
-def test_files_beside_an_index_are_not_read(sharded: Path) -> None:
+def test_ignores_files_that_the_index_does_not_name(sharded: Path) -> None:
     expected = {name: array.copy() for name, array in FolderCheckpoint(sharded).tensors()}
     write_weights(sharded, {name: np.zeros(1, np.float32) for name in expected})
     (sharded / "consolidated.safetensors").write_bytes(b"junk")
@@ -103,7 +107,7 @@ def test_files_beside_an_index_are_not_read(sharded: Path) -> None:
         np.testing.assert_array_equal(read[name], array)
 
 
-def test_one_file_may_have_any_name(tmp_path: Path) -> None:
+def test_a_single_file_of_weights_may_have_any_name(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     assert FolderCheckpoint(folder).tensor_names
@@ -112,14 +116,14 @@ def test_one_file_may_have_any_name(tmp_path: Path) -> None:
         FolderCheckpoint(folder)
 
 
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+def test_rejects_pickled_weights(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickled weights .*convert them to safetensors"):
         FolderCheckpoint(folder)
 
 
-def test_no_weights(tmp_path: Path) -> None:
+def test_rejects_a_folder_without_weights(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has no weights: expected model.safetensors"):
@@ -127,7 +131,7 @@ def test_no_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "message"),
     [
         (None, "has no config.json"),
         ("{", "config.json is not valid JSON"),
@@ -135,12 +139,12 @@ def test_no_weights(tmp_path: Path) -> None:
         ('{"quantization_config": {"quant_method": "awq"}}', "quantised with awq"),
     ],
 )
-def test_config_that_cannot_be_used(tmp_path: Path, content: str | None, complaint: str) -> None:
+def test_rejects_an_unusable_config(tmp_path: Path, content: str | None, message: str) -> None:
     folder = write_checkpoint(tmp_path / "m")
     if content is None:
         (folder / "config.json").unlink()
     else:
         (folder / "config.json").write_text(content)
-    kind = UnsupportedModelError if "awq" in complaint else CheckpointError
-    with pytest.raises(kind, match=complaint):
+    kind = UnsupportedModelError if "awq" in message else CheckpointError
+    with pytest.raises(kind, match=message):
         FolderCheckpoint(folder)

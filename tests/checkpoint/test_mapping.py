@@ -1,4 +1,4 @@
-"""Rules assign tensors to parameters, and checkpoints that do not match are refused."""
+"""Mapping of tensors to parameters: rules, fused parts, and mismatches that are rejected."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ STACKED = {
     "embed.weight": Target((5, 3)),
     "layers.*.qkv.weight": Target((NUM_LAYERS, 3, 6), PARTS),
 }
-APART = {
+SEPARATE = {
     "embed.weight": Target((5, 3)),
     "layers.0.qkv.weight": Target((3, 6), PARTS),
     "layers.1.qkv.weight": Target((3, 6), PARTS),
 }
-NONE = frozenset()
+NO_NAMES = frozenset()
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def tensors(rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
 
 
-def fill(tensors, targets, *, ignored=NONE) -> dict[str, np.ndarray]:
+def fill(tensors, targets, *, ignored=NO_NAMES) -> dict[str, np.ndarray]:
     destinations = assign(RULES, targets, num_layers=NUM_LAYERS)
     items = tensors.items() if isinstance(tensors, dict) else tensors
     placed = assemble(items, destinations, targets, dtype=np.dtype("float32"), ignored=ignored)
@@ -56,9 +56,9 @@ def test_parts_are_fused_and_layers_stacked(tensors):
     np.testing.assert_array_equal(result["embed.weight"], tensors["embed"].astype(np.float32))
 
 
-def test_layers_may_be_apart(tensors):
-    result = fill(tensors, APART)
-    assert set(result) == set(APART)
+def test_layers_may_be_separate(tensors):
+    result = fill(tensors, SEPARATE)
+    assert set(result) == set(SEPARATE)
     for layer in range(NUM_LAYERS):
         np.testing.assert_array_equal(result[f"layers.{layer}.qkv.weight"], fused(tensors, layer))
 
@@ -69,9 +69,11 @@ def test_order_of_the_tensors_does_not_matter(tensors):
         np.testing.assert_array_equal(backwards[name], value)
 
 
-def test_a_parameter_is_given_out_as_soon_as_it_is_complete(tensors):
-    destinations = assign(RULES, APART, num_layers=NUM_LAYERS)
-    steps = assemble(tensors.items(), destinations, APART, dtype=np.dtype("float16"), ignored=NONE)
+def test_yields_a_parameter_as_soon_as_it_is_complete(tensors):
+    destinations = assign(RULES, SEPARATE, num_layers=NUM_LAYERS)
+    steps = assemble(
+        tensors.items(), destinations, SEPARATE, dtype=np.dtype("float16"), ignored=NO_NAMES
+    )
     progress = [(p.target, p.num_bytes, p.complete is not None) for p in steps]
     assert progress == [
         ("embed.weight", 30, True),
@@ -82,66 +84,66 @@ def test_a_parameter_is_given_out_as_soon_as_it_is_complete(tensors):
     ]
 
 
-def test_parameters_can_be_taken_over_without_a_copy(tensors):
+def test_device_put_does_not_copy_parameters(tensors):
     for value in fill(tensors, STACKED).values():
         assert jax.device_put(value).unsafe_buffer_pointer() == value.ctypes.data
 
 
-def test_wrong_shape_names_tensor_expected_and_got(tensors):
+def test_a_wrong_shape_names_the_tensor_and_both_shapes(tensors):
     tensors["layers.1.k.weight"] = np.zeros((3, 3))
     with pytest.raises(CheckpointError, match=r"layers.1.k.weight.*\(3, 2\).*got \(3, 3\)"):
         fill(tensors, STACKED)
 
 
-def test_a_shape_that_would_broadcast_is_wrong_too(tensors):
+def test_rejects_a_shape_that_would_broadcast(tensors):
     tensors["embed"] = np.zeros((1, 3))
     with pytest.raises(CheckpointError, match=r"embed .*\(5, 3\).*got \(1, 3\)"):
         fill(tensors, STACKED)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.bool_])
-def test_whole_numbers_are_no_weights(tensors, dtype):
+def test_rejects_integer_weights(tensors, dtype):
     tensors["embed"] = np.ones((5, 3), dtype)
     with pytest.raises(UnsupportedModelError, match=f"embed is of type {np.dtype(dtype)}"):
         fill(tensors, STACKED)
 
 
-def test_missing_tensor_is_named_by_both_checks(tensors):
+def test_both_checks_name_a_missing_tensor(tensors):
     del tensors["layers.0.q.weight"]
     with pytest.raises(CheckpointError, match=r"lacks layers.0.q.weight$"):
         fill(tensors, STACKED)
     with pytest.raises(CheckpointError, match=r"lacks layers.0.q.weight$"):
-        check_names(list(tensors), assign(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
+        check_names(list(tensors), assign(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NO_NAMES)
 
 
-def test_unknown_tensor_is_named_by_both_checks(tensors):
-    """A tensor is unknown even if a rule names it, when this model lacks the parameter."""
+def test_both_checks_name_an_unknown_tensor(tensors):
+    """A tensor is unknown even if a rule names it, when the model lacks the parameter."""
     tensors["layers.0.q.bias"] = np.zeros(4)
     with pytest.raises(CheckpointError, match=r"has layers.0.q.bias"):
         fill(tensors, STACKED)
     with pytest.raises(CheckpointError, match=r"has layers.0.q.bias"):
-        check_names(list(tensors), assign(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
+        check_names(list(tensors), assign(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NO_NAMES)
 
 
-def test_unknown_tensor_may_be_ignored(tensors):
+def test_an_unknown_tensor_may_be_ignored(tensors):
     tensors["inv_freq"] = np.zeros(4)
     ignored = frozenset({"inv_freq"})
     assert set(fill(tensors, STACKED, ignored=ignored)) == set(STACKED)
     check_names(list(tensors), assign(RULES, STACKED, num_layers=NUM_LAYERS), ignored=ignored)
 
 
-def test_tensor_that_comes_twice_is_named_by_both_checks(tensors):
+def test_both_checks_name_a_duplicate_tensor(tensors):
     twice = [*tensors.items(), ("embed", tensors["embed"])]
     with pytest.raises(CheckpointError, match="embed more than once"):
         fill(twice, STACKED)
     names = [name for name, _ in twice]
     with pytest.raises(CheckpointError, match="embed more than once"):
-        check_names(names, assign(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NONE)
+        check_names(names, assign(RULES, STACKED, num_layers=NUM_LAYERS), ignored=NO_NAMES)
 
 
-def test_long_lists_are_cut_short():
+def test_shortens_long_lists_of_names():
     with pytest.raises(CheckpointError, match=r"has a, b, c and 2 more, which"):
-        check_names(list("abcde"), {}, ignored=NONE)
+        check_names(list("abcde"), {}, ignored=NO_NAMES)
 
 
 def test_rules_must_not_overlap():

@@ -1,4 +1,4 @@
-"""Cached weights come back bit by bit, and damaged entries are converted again."""
+"""Cache of converted weights: exact restores, names of entries, and damage."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import abstract_params, load_params
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint, write_weights
 
-FORMS = {"dtype": "float32", "loop": "scan"}
+LAYOUT = {"dtype": "float32", "loop": "scan"}
 
 
 @pytest.fixture
@@ -35,21 +35,21 @@ def cache(tmp_path: Path) -> WeightsCache:
     return WeightsCache(tmp_path / "kept" / "here")
 
 
-def convert(checkpoint, **forms: Any) -> Any:
+def convert(checkpoint, **layout: Any) -> Any:
     spec = read_spec(checkpoint.config)
-    return load_params(checkpoint, spec, **{**FORMS, **forms})[1]
+    return load_params(checkpoint, spec, **{**LAYOUT, **layout})[1]
 
 
-def restore(cache: WeightsCache, checkpoint, **forms: Any) -> Any:
-    forms = {**FORMS, **forms}
+def restore(cache: WeightsCache, checkpoint, **layout: Any) -> Any:
+    layout = {**LAYOUT, **layout}
     spec = read_spec(checkpoint.config)
-    return cache.restore(entry_name(checkpoint, **forms), abstract_params(spec, **forms)[1])
+    return cache.restore(entry_name(checkpoint, **layout), abstract_params(spec, **layout)[1])
 
 
-def keep(cache: WeightsCache, checkpoint, **forms: Any) -> Path:
+def save_entry(cache: WeightsCache, checkpoint, **layout: Any) -> Path:
     """Saves converted weights in a cache and returns the folder of the entry."""
-    name = entry_name(checkpoint, **{**FORMS, **forms})
-    cache.save(name, convert(checkpoint, **forms))
+    name = entry_name(checkpoint, **{**LAYOUT, **layout})
+    cache.save(name, convert(checkpoint, **layout))
     return cache._folder / name
 
 
@@ -63,17 +63,17 @@ def assert_same_bits(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
-def test_weights_come_back_bit_by_bit(checkpoint, cache, caplog, dtype, loop) -> None:
-    forms = {"dtype": dtype, "loop": loop}
-    assert restore(cache, checkpoint, **forms) is None
-    entry = keep(cache, checkpoint, **forms)
-    assert_same_bits(restore(cache, checkpoint, **forms), convert(checkpoint, **forms))
+def test_restores_weights_bit_by_bit(checkpoint, cache, caplog, dtype, loop) -> None:
+    layout = {"dtype": dtype, "loop": loop}
+    assert restore(cache, checkpoint, **layout) is None
+    entry = save_entry(cache, checkpoint, **layout)
+    assert_same_bits(restore(cache, checkpoint, **layout), convert(checkpoint, **layout))
     assert [path.name for path in cache._folder.iterdir()] == [entry.name]
     assert cache._folder.stat().st_mode & 0o077 == 0
     assert not [record for record in caplog.records if record.name == "jaxserve"]
 
 
-def test_what_an_abstract_model_promises_is_what_is_loaded(checkpoint) -> None:
+def test_abstract_params_match_loaded_params(checkpoint) -> None:
     spec = read_spec(checkpoint.config)
     for loop in ("scan", "unroll"):
         graphdef, like = abstract_params(spec, dtype="bfloat16", loop=loop)
@@ -82,62 +82,62 @@ def test_what_an_abstract_model_promises_is_what_is_loaded(checkpoint) -> None:
         assert jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loaded) == like
 
 
-def test_names_tell_apart_whatever_changes_the_weights(checkpoint) -> None:
+def test_entry_name_changes_with_everything_that_changes_the_weights(checkpoint) -> None:
     folder = checkpoint.path
     file = next(folder.glob("*.safetensors"))
-    names = [entry_name(checkpoint, **FORMS)]
-    assert entry_name(open_checkpoint(str(folder)), **FORMS) == names[0]
+    names = [entry_name(checkpoint, **LAYOUT)]
+    assert entry_name(open_checkpoint(str(folder)), **LAYOUT) == names[0]
     names += [
         entry_name(checkpoint, dtype=d, loop=x)
         for d, x in (("bfloat16", "scan"), ("float32", "unroll"))
     ]
     os.utime(file, ns=(1, file.stat().st_mtime_ns + 1))
-    names.append(entry_name(checkpoint, **FORMS))
+    names.append(entry_name(checkpoint, **LAYOUT))
     with file.open("ab") as end:
         end.write(b"\0")
-    names.append(entry_name(checkpoint, **FORMS))
+    names.append(entry_name(checkpoint, **LAYOUT))
     checkpoint.config["rope_theta"] = 123.0
-    names.append(entry_name(checkpoint, **FORMS))
+    names.append(entry_name(checkpoint, **LAYOUT))
     file.rename(file.with_name("model-00001-of-00001.safetensors"))
-    names.append(entry_name(checkpoint, **FORMS))
+    names.append(entry_name(checkpoint, **LAYOUT))
     assert len(set(names)) == len(names) == 7
 
 
-def test_the_name_for_a_single_file_depends_on_that_file(tmp_path) -> None:
+def test_entry_name_of_a_gguf_file_depends_only_on_that_file(tmp_path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"1")
     gguf: Any = SimpleNamespace(path=file, config={"architectures": ["LlamaForCausalLM"]})
-    before = entry_name(gguf, **FORMS)
+    before = entry_name(gguf, **LAYOUT)
     (tmp_path / "other.gguf").write_bytes(b"1")
-    assert entry_name(gguf, **FORMS) == before
+    assert entry_name(gguf, **LAYOUT) == before
     file.write_bytes(b"22")
-    assert entry_name(gguf, **FORMS) != before
+    assert entry_name(gguf, **LAYOUT) != before
     moved: Any = SimpleNamespace(path=tmp_path / "other.gguf", config=gguf.config)
-    assert entry_name(moved, **FORMS) != before
+    assert entry_name(moved, **LAYOUT) != before
 
 
 def files_of(entry: Path) -> list[Path]:
     return sorted(path for path in entry.rglob("*") if path.is_file())
 
 
-def cut_off(entry: Path) -> None:
+def truncate_largest_file(entry: Path) -> None:
     largest = max(files_of(entry), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size - 1)
 
 
-def lose_a_file(entry: Path) -> None:
+def delete_largest_file(entry: Path) -> None:
     max(files_of(entry), key=lambda path: path.stat().st_size).unlink()
 
 
-def lose_the_manifest(entry: Path) -> None:
+def delete_manifest(entry: Path) -> None:
     (entry / "manifest.json").unlink()
 
 
-def scribble_in_the_manifest(entry: Path) -> None:
+def corrupt_manifest(entry: Path) -> None:
     (entry / "manifest.json").write_text("{")
 
 
-def scribble_in_the_metadata(entry: Path) -> None:
+def corrupt_metadata(entry: Path) -> None:
     """Overwrites metadata files with nonsense of the same size."""
     for path in files_of(entry):
         if path.name in ("manifest.ocdbt", "_METADATA"):
@@ -146,68 +146,76 @@ def scribble_in_the_metadata(entry: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [cut_off, lose_a_file, lose_the_manifest, scribble_in_the_manifest, scribble_in_the_metadata],
+    [
+        truncate_largest_file,
+        delete_largest_file,
+        delete_manifest,
+        corrupt_manifest,
+        corrupt_metadata,
+    ],
 )
-def test_what_is_damaged_is_thrown_away_and_can_be_kept_anew(
+def test_deletes_a_damaged_entry_and_saves_it_again(
     checkpoint, cache, caplog, damage: Callable[[Path], None]
 ) -> None:
-    entry = keep(cache, checkpoint)
+    entry = save_entry(cache, checkpoint)
     damage(entry)
     assert restore(cache, checkpoint) is None
     assert not entry.exists()
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "jaxserve"]
     assert "is damaged; converting the weights again" in warning
-    keep(cache, checkpoint)
+    save_entry(cache, checkpoint)
     assert_same_bits(restore(cache, checkpoint), convert(checkpoint))
 
 
-def test_weights_of_other_shapes_are_not_taken(checkpoint, cache, caplog) -> None:
-    name = entry_name(checkpoint, **FORMS)
+def test_does_not_restore_weights_of_other_shapes(checkpoint, cache, caplog) -> None:
+    name = entry_name(checkpoint, **LAYOUT)
     cache.save(name, convert(checkpoint))
     other = dataclasses.replace(
         read_spec(checkpoint.config),
         vocab_size=read_spec(checkpoint.config).vocab_size + 1,
     )
-    assert cache.restore(name, abstract_params(other, **FORMS)[1]) is None
+    assert cache.restore(name, abstract_params(other, **LAYOUT)[1]) is None
     assert "is damaged" in caplog.text
 
 
-def test_a_folder_that_cannot_be_made_is_done_without(checkpoint, tmp_path, caplog) -> None:
+def test_warns_if_the_folder_cannot_be_created(checkpoint, tmp_path, caplog) -> None:
     (tmp_path / "file").touch()
     cache = WeightsCache(tmp_path / "file" / "kept")
-    keep(cache, checkpoint)
+    save_entry(cache, checkpoint)
     assert "cannot cache converted weights" in caplog.text
     assert restore(cache, checkpoint) is None
 
 
-def test_half_written_weights_are_never_found_and_are_removed_by_the_next(
+def test_never_restores_partial_entries_and_the_next_save_deletes_them(
     checkpoint, cache, monkeypatch
 ) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    name = entry_name(checkpoint, **FORMS)
-    left, busy = (cache._folder / f"{name}.{pid}.tmp" for pid in (gone.pid, os.getppid()))
-    for path in (left, busy):
+    exited = subprocess.Popen([sys.executable, "-c", ""])
+    exited.wait()
+    name = entry_name(checkpoint, **LAYOUT)
+    abandoned, in_progress = (
+        cache._folder / f"{name}.{pid}.tmp" for pid in (exited.pid, os.getppid())
+    )
+    for path in (abandoned, in_progress):
         path.mkdir(parents=True)
         (path / "weights").touch()
     assert restore(cache, checkpoint) is None
-    keep(cache, checkpoint)
-    assert not left.exists()
-    assert busy.exists()  # its process still runs
+    save_entry(cache, checkpoint)
+    assert not abandoned.exists()
+    assert in_progress.exists()  # its process still runs
     assert restore(cache, checkpoint) is not None
 
-    def breaks_off(path: Path, params: Any) -> None:
+    def fail(path: Path, params: Any) -> None:
         path.mkdir(parents=True)
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("jaxserve.checkpoint.orbax_cache._write", breaks_off)
+    monkeypatch.setattr("jaxserve.checkpoint.orbax_cache._write", fail)
     before = set(cache._folder.iterdir())
-    keep(cache, checkpoint, dtype="float16")
+    save_entry(cache, checkpoint, dtype="float16")
     assert set(cache._folder.iterdir()) == before
 
 
-def test_the_second_of_two_that_keep_the_same_changes_nothing(checkpoint, cache) -> None:
-    entry = keep(cache, checkpoint)
+def test_saving_an_entry_twice_changes_nothing(checkpoint, cache) -> None:
+    entry = save_entry(cache, checkpoint)
     before = {path: path.stat().st_mtime_ns for path in files_of(entry)}
-    keep(cache, checkpoint)
+    save_entry(cache, checkpoint)
     assert {path: path.stat().st_mtime_ns for path in files_of(entry)} == before

@@ -1,3 +1,5 @@
+"""Safetensors files: dtypes, views of the file, and damaged files."""
+
 import json
 import random
 import tracemalloc
@@ -27,7 +29,7 @@ def entry(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) ->
     return {"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
-def test_every_dtype_and_shape(tmp_path: Path) -> None:
+def test_reads_every_dtype_and_shape(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     given = {
         f"{np.dtype(dtype).name}.{i}": np.asarray(8 * rng.standard_normal(shape)).astype(dtype)
@@ -59,7 +61,7 @@ def test_arrays_are_views_of_the_file(tmp_path: Path) -> None:
         array[0, 0] = 2
 
 
-def test_data_at_an_odd_offset(tmp_path: Path) -> None:
+def test_reads_data_at_an_odd_offset(tmp_path: Path) -> None:
     header = json.dumps(entry()).encode()
     header += b" " * (1 - len(header) % 2)  # an odd header length puts the data at an odd offset
     values = np.array([1.5, -2.0], np.float32)
@@ -68,7 +70,7 @@ def test_data_at_an_odd_offset(tmp_path: Path) -> None:
     np.testing.assert_array_equal(array, values)
 
 
-def test_order_is_that_of_the_data(tmp_path: Path) -> None:
+def test_reads_tensors_in_the_order_of_their_data(tmp_path: Path) -> None:
     header = {
         "late": {"dtype": "U8", "shape": [2], "data_offsets": [2, 4]},
         "__metadata__": {"format": "pt"},
@@ -82,7 +84,7 @@ def test_order_is_that_of_the_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "complaint"),
+    ("header", "message"),
     [
         (b"{x", "damaged header"),
         (b"[]", "expected a JSON object"),
@@ -98,18 +100,18 @@ def test_order_is_that_of_the_data(tmp_path: Path) -> None:
         (entry(offsets=(100, 108)), "cut short"),
     ],
 )
-def test_damaged_headers(tmp_path: Path, header: object, complaint: str) -> None:
-    with pytest.raises(CheckpointError, match=complaint):
+def test_rejects_damaged_headers(tmp_path: Path, header: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         SafetensorsFile(write_raw(tmp_path / "w", header, bytes(8)))
 
 
-def test_git_lfs_pointer(tmp_path: Path) -> None:
+def test_rejects_a_git_lfs_pointer(tmp_path: Path) -> None:
     (tmp_path / "w").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9")
     with pytest.raises(CheckpointError, match="git lfs pull"):
         SafetensorsFile(tmp_path / "w")
 
 
-def test_cut_anywhere(tmp_path: Path) -> None:
+def test_rejects_a_file_truncated_anywhere(tmp_path: Path) -> None:
     save_file({"a": np.arange(6.0), "b": np.ones((2, 2), np.float16)}, tmp_path / "whole")
     whole = (tmp_path / "whole").read_bytes()
     for length in range(len(whole)):
@@ -118,11 +120,11 @@ def test_cut_anywhere(tmp_path: Path) -> None:
             SafetensorsFile(tmp_path / "cut")
 
 
-def test_random_damage_is_never_a_crash(tmp_path: Path) -> None:
+def test_random_damage_raises_checkpoint_errors_only(tmp_path: Path) -> None:
     rng = random.Random(0)
     save_file({"a": np.arange(6.0), "b": np.ones((2, 2), np.float16)}, tmp_path / "whole")
     whole = (tmp_path / "whole").read_bytes()
-    refused = 0
+    rejected = 0
     for _ in range(400):
         damaged = bytearray(whole)
         for _ in range(rng.randrange(1, 4)):
@@ -133,5 +135,5 @@ def test_random_damage_is_never_a_crash(tmp_path: Path) -> None:
             for _, array in file.read(list(file.entries)):
                 array.tobytes()
         except CheckpointError:
-            refused += 1
-    assert refused > 200
+            rejected += 1
+    assert rejected > 200

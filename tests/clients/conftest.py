@@ -1,4 +1,4 @@
-"""Clients that people have already, against a whole HTTP server in front of a scripted engine."""
+"""An HTTP server in front of a scripted engine, for tests with existing clients."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> <th
 
 
 class Server:
-    """Serves a front end from its construction until `close`; ``url`` is without a path."""
+    """Serves a text engine from construction until `close`; ``url`` has no path."""
 
     def __init__(self, text_engine: TextEngine) -> None:
         self.text_engine = text_engine
@@ -31,24 +31,23 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it."""
         self._http.should_exit = True
         self._thread.join()
 
     def last_prompt(self) -> str:
-        """The text that the engine was given last."""
+        """Returns the text of the last prompt that the engine received."""
         prompt = self.text_engine.engine.submitted[-1].prompt_token_ids
         return self.text_engine.model.tokenizer.decode(prompt)
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
-    """``serve(*answers, **options)``: a server in front of `scripted_text_engine`."""
+    """``serve(*completions, **options)`` starts a server in front of `scripted_text_engine`."""
     servers: list[Server] = []
 
-    def serve(*answers: str, **options: Any) -> Server:
+    def serve(*completions: str, **options: Any) -> Server:
         options = {"chat_template": TEMPLATE, **options}
-        servers.append(Server(scripted_text_engine(*answers, **options)))
+        servers.append(Server(scripted_text_engine(*completions, **options)))
         return servers[-1]
 
     yield serve

@@ -1,4 +1,4 @@
-"""langchain-openai: chats, tools and structured answers, streamed and not."""
+"""langchain-openai: chats, tools and structured output, with and without streaming."""
 
 import functools
 import operator
@@ -34,7 +34,7 @@ def client(server: Any, **options: Any) -> ChatOpenAI:
     )
 
 
-def test_a_plain_chat(serve) -> None:
+def test_a_chat_returns_text_and_usage(serve) -> None:
     server = serve("hello é world")
     reply = client(server, temperature=0, max_tokens=50).invoke("hi")
     assert reply.content == "hello é world"
@@ -45,15 +45,17 @@ def test_a_plain_chat(serve) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_a_streamed_chat_with_a_tool(serve, asynchronous) -> None:
-    """The call goes to the tool, and its result into the next prompt."""
+async def test_a_stream_calls_a_tool_and_the_chat_continues_with_its_result(
+    serve, asynchronous
+) -> None:
+    """The result of the tool becomes part of the next prompt."""
     server = serve("hello " + CALL, "the end", chat_template=TEMPLATE)
     model = client(server, stream_usage=True).bind_tools([weather])
-    said: list[Any] = [HumanMessage("hi")]
+    messages: list[Any] = [HumanMessage("hi")]
     if asynchronous:
-        chunks = [chunk async for chunk in model.astream(said)]
+        chunks = [chunk async for chunk in model.astream(messages)]
     else:
-        chunks = list(model.stream(said))
+        chunks = list(model.stream(messages))
     assert len(chunks) > 5
     reply = functools.reduce(operator.add, chunks)
     assert reply.text.strip() == "hello"
@@ -63,21 +65,21 @@ async def test_a_streamed_chat_with_a_tool(serve, asynchronous) -> None:
     assert (call["name"], call["args"]) == ("weather", {"city": "Rome"})
     result = weather.invoke(call)
     assert isinstance(result, ToolMessage)
-    whole = AIMessage(content=reply.text, tool_calls=reply.tool_calls)
-    assert model.invoke([*said, whole, result]).content == "the end"
+    message = AIMessage(content=reply.text, tool_calls=reply.tool_calls)
+    assert model.invoke([*messages, message, result]).content == "the end"
     assert "tool: rain in Rome\n" in server.last_prompt()
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_a_structured_answer(serve, method) -> None:
-    """With a named function too the model is held to the arguments, and says nothing else."""
+def test_structured_output_follows_a_grammar(serve, method) -> None:
+    """With either method, a grammar restricts the completion to the JSON of the arguments."""
     server = serve('{"city": "Rome"}')
     model = client(server).with_structured_output(Place, method=method)
     assert model.invoke("hi") == Place(city="Rome")
     assert server.text_engine.engine.submitted[-1].params.grammar is not None
 
 
-def test_a_chat_through_the_responses_api(serve) -> None:
+def test_the_responses_api_returns_and_streams_text(serve) -> None:
     model = client(serve("hello world"), use_responses_api=True)
     assert model.invoke("hi").text == "hello world"
     chunks = list(model.stream("hi"))

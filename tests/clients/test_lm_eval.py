@@ -1,4 +1,4 @@
-"""lm-eval's local-completions: log probabilities and generations of a task, over real HTTP."""
+"""lm-eval with local-completions over HTTP: log probabilities and generated texts of tasks."""
 
 import json
 from typing import Any
@@ -30,7 +30,7 @@ def server(checkpoint):
 
 @pytest.fixture(scope="module")
 def results(server, checkpoint, tmp_path_factory) -> dict[str, Any]:
-    """What lm-eval makes of two small tasks, one of choices and one of generations."""
+    """The results of lm-eval for two small tasks: multiple choice and generation."""
     folder = tmp_path_factory.mktemp("tasks")
     questions = [
         {"question": f"{a} and {b} are", "choices": [str(a + b), "many"], "answer": 0}
@@ -83,8 +83,8 @@ def results(server, checkpoint, tmp_path_factory) -> dict[str, Any]:
         )
 
 
-def test_choices_are_scored(results, server) -> None:
-    """By the log probabilities that the server gives the tokens of each choice."""
+def test_scores_of_choices_are_sums_of_logprobs(results, server) -> None:
+    """The score of a choice is the sum of the log probabilities that the server returns."""
     samples = results["samples"]["tiny_choices"]
     assert len(samples) == 3
     with httpx.Client(base_url=server.url, timeout=120) as http:

@@ -1,4 +1,4 @@
-"""The helpers of the openai package that read streams and structured answers for their users."""
+"""The helpers of the openai package that parse streams and structured output."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import openai
 from pydantic import BaseModel
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
-SAID: Any = [{"role": "user", "content": "hi"}]
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
 class Place(BaseModel):
@@ -25,27 +25,27 @@ def async_client(server: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{server.url}/v1", **OPTIONS)
 
 
-def test_a_chat_is_parsed(serve) -> None:
+def test_parse_returns_the_object_of_a_chat(serve) -> None:
     server = serve('{"city": "Rome"}')
     with client(server) as api:
-        reply = api.chat.completions.parse(model="tiny", messages=SAID, response_format=Place)
+        reply = api.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Place)
     assert reply.choices[0].message.parsed == Place(city="Rome")
     assert server.text_engine.engine.submitted[-1].params.grammar is not None
 
 
-def test_the_arguments_of_a_tool_are_parsed(serve) -> None:
+def test_parse_returns_the_arguments_of_a_tool_call(serve) -> None:
     with client(serve(CALL)) as api:
-        reply = api.chat.completions.parse(model="tiny", messages=SAID, tools=[TOOL])
+        reply = api.chat.completions.parse(model="tiny", messages=MESSAGES, tools=[TOOL])
     assert reply.choices[0].finish_reason == "tool_calls"
     (call,) = reply.choices[0].message.tool_calls or []
     assert call.function.parsed_arguments == Place(city="Rome")
 
 
-async def test_a_stream_of_text_and_a_call(serve) -> None:
+async def test_a_stream_has_text_and_a_tool_call(serve) -> None:
     async with (
         async_client(serve("hello " + CALL)) as api,
         api.chat.completions.stream(
-            model="tiny", messages=SAID, tools=[TOOL], stream_options={"include_usage": True}
+            model="tiny", messages=MESSAGES, tools=[TOOL], stream_options={"include_usage": True}
         ) as stream,
     ):
         events = [event async for event in stream]
@@ -65,31 +65,33 @@ async def test_a_stream_of_text_and_a_call(serve) -> None:
     assert reply.usage.completion_tokens > 5
 
 
-def test_a_stream_that_is_parsed(serve) -> None:
+def test_a_stream_returns_the_parsed_object(serve) -> None:
     with (
         client(serve('{"city": "Rome"}')) as api,
-        api.chat.completions.stream(model="tiny", messages=SAID, response_format=Place) as stream,
+        api.chat.completions.stream(
+            model="tiny", messages=MESSAGES, response_format=Place
+        ) as stream,
     ):
         (done,) = [event for event in stream if event.type == "content.done"]
         assert done.parsed == Place(city="Rome")
         assert stream.get_final_completion().choices[0].message.parsed == Place(city="Rome")
 
 
-async def test_a_stream_of_an_asynchronous_client(serve) -> None:
+async def test_an_asynchronous_client_streams_a_chat(serve) -> None:
     async with async_client(serve("hello é world")) as api:
-        chunks = await api.chat.completions.create(model="tiny", messages=SAID, stream=True)
+        chunks = await api.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
         deltas = [chunk.choices[0].delta.content or "" async for chunk in chunks]
     assert len(deltas) > 3
     assert "".join(deltas) == "hello é world"
 
 
-def test_a_response_is_parsed(serve) -> None:
+def test_parse_returns_the_object_of_a_response(serve) -> None:
     with client(serve('{"city": "Rome"}')) as api:
         reply = api.responses.parse(model="tiny", input="hi", text_format=Place)
     assert reply.output_parsed == Place(city="Rome")
 
 
-async def test_a_stream_of_a_response_with_a_call(serve) -> None:
+async def test_a_streamed_response_has_a_function_call(serve) -> None:
     tool: Any = {"type": "function", **TOOL["function"]}
     async with (
         async_client(serve(CALL)) as api,

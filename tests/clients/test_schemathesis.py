@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes of the API's own description: the server withstands them all."""
+"""Requests that schemathesis generates from the OpenAPI description of the server."""
 
 import random
 
@@ -15,7 +15,7 @@ from server.settings import ApiSettings
 from server.state import ServerState
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> <think> #}"
-GOOD = {
+GOOD_BODIES = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/responses": {"input": "hi"},
@@ -29,23 +29,25 @@ NUM_EXAMPLES = {GenerationMode.POSITIVE: 10, GenerationMode.NEGATIVE: 5}
 
 @pytest.fixture(scope="module")
 def schema():
-    """The description as an application serves it, and the application to call."""
+    """The OpenAPI description that an app serves, with the app to call."""
     text_engine = scripted_text_engine("hello world", chat_template=TEMPLATE)
     app = create_app(ServerState(text_engine), ApiSettings())
     return schemathesis.openapi.from_asgi("/openapi.json", app)
 
 
-def test_every_path_is_tried(schema) -> None:
+def test_every_path_is_described_and_tested(schema) -> None:
     labels = {operation.ok().label for operation in schema.get_all_operations()}
     described = describe()["paths"]
-    assert labels == {f"{way.upper()} {path}" for path, ways in described.items() for way in ways}
-    assert POSTS.keys() <= GOOD.keys()
+    assert labels == {
+        f"{method.upper()} {path}" for path, methods in described.items() for method in methods
+    }
+    assert POSTS.keys() <= GOOD_BODIES.keys()
 
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("mode", GenerationMode)
-def test_no_request_is_an_error_of_the_server(schema, path, mode) -> None:
-    """Bodies as they are made; and some of their fields in a good one, so that more are taken."""
+def test_no_request_causes_a_server_error(schema, path, mode) -> None:
+    """Sends generated bodies, and good bodies with some generated fields, which pass more often."""
     operation = schema[path]["POST"]
     statuses = set()
 
@@ -58,12 +60,12 @@ def test_no_request_is_an_error_of_the_server(schema, path, mode) -> None:
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode), seed=st.integers(0, 99))
-    def try_it(case, seed) -> None:
+    def check(case, seed) -> None:
         bodies = [case.body]
         if isinstance(case.body, dict):
             names = sorted(case.body.keys() - {"model"})
             some = random.Random(seed).sample(names, min(2, len(names)))
-            bodies.append(GOOD[path] | {name: case.body[name] for name in some})
+            bodies.append(GOOD_BODIES[path] | {name: case.body[name] for name in some})
         for body in bodies:
             case.body = body
             reply = case.call()
@@ -71,8 +73,11 @@ def test_no_request_is_an_error_of_the_server(schema, path, mode) -> None:
             assert (reply.status_code < 400) or reply.json()["error"]["message"], body
             statuses.add(reply.status_code)
 
-    try_it()
+    check()
     assert 400 in statuses
     if mode is GenerationMode.POSITIVE:
         assert 200 in statuses
-    assert operation.Case(body=GOOD[path], media_type="application/json").call().status_code == 200
+    assert (
+        operation.Case(body=GOOD_BODIES[path], media_type="application/json").call().status_code
+        == 200
+    )

@@ -1,3 +1,5 @@
+"""Block pool: the order of free blocks, sharing, and integrity checks."""
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -30,7 +32,7 @@ def test_blocks_shared_by_two_requests_are_freed_tail_first():
     pool.check_integrity()
 
 
-def test_sharing_a_free_block_takes_it_out_of_the_middle():
+def test_sharing_a_free_block_removes_it_from_the_free_list():
     pool = BlockPool(6)
     pool.release(pool.take(5))
     assert pool.free_block_ids() == [5, 4, 3, 2, 1]
@@ -39,7 +41,7 @@ def test_sharing_a_free_block_takes_it_out_of_the_middle():
     pool.check_integrity()
 
 
-def test_taking_too_much_or_releasing_twice_is_a_broken_invariant():
+def test_rejects_taking_too_many_blocks_and_releasing_twice():
     pool = BlockPool(4)
     with pytest.raises(AssertionError, match="4 blocks wanted, 3 are free"):
         pool.take(4)
@@ -59,7 +61,7 @@ def test_taking_too_much_or_releasing_twice_is_a_broken_invariant():
         lambda pool: pool._next.__setitem__(3, 0),
     ],
 )
-def test_check_integrity_notices_damage(damage):
+def test_check_integrity_detects_damage(damage):
     pool = BlockPool(6)
     pool.take(2)
     pool.check_integrity()
@@ -68,8 +70,8 @@ def test_check_integrity_notices_damage(damage):
         pool.check_integrity()
 
 
-class PoolAgainstALinearModel(RuleBasedStateMachine):
-    """The pool against plain lists: `free` in order, and how often each table holds each block."""
+class PoolMatchesLists(RuleBasedStateMachine):
+    """Compares the pool with plain lists: `free` in order, and the blocks of each table."""
 
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks):
@@ -88,8 +90,8 @@ class PoolAgainstALinearModel(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def share(self, data):
-        everything = list(range(1, self.num_blocks))
-        block_ids = data.draw(st.lists(st.sampled_from(everything), unique=True))
+        every_block = list(range(1, self.num_blocks))
+        block_ids = data.draw(st.lists(st.sampled_from(every_block), unique=True))
         self.pool.share(block_ids)
         self.free = [block for block in self.free if block not in block_ids]
         self.tables.append(block_ids)
@@ -103,14 +105,12 @@ class PoolAgainstALinearModel(RuleBasedStateMachine):
         self.free += [block for block in reversed(table) if block not in still_held]
 
     @invariant()
-    def agrees(self):
+    def pool_matches_lists(self):
         self.pool.check_integrity()
         assert self.pool.free_block_ids() == self.free
         assert self.pool.num_free == len(self.free)
         assert self.pool.usage == pytest.approx(1 - len(self.free) / (self.num_blocks - 1))
 
 
-TestPoolAgainstALinearModel = PoolAgainstALinearModel.TestCase
-TestPoolAgainstALinearModel.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None
-)
+TestPoolMatchesLists = PoolMatchesLists.TestCase
+TestPoolMatchesLists.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

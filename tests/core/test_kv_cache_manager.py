@@ -1,3 +1,5 @@
+"""KV cache manager: block tables grow with their requests and are freed with them."""
+
 import pytest
 
 from jaxserve.core.block_pool import BlockPool
@@ -30,13 +32,13 @@ def test_a_table_grows_only_when_a_block_is_full(manager):
     assert manager.usage == pytest.approx(3 / 5)
 
 
-def test_many_blocks_at_once(manager):
+def test_allocates_many_blocks_at_once(manager):
     request = make_request()
     assert manager.allocate(request, 17) == [1, 2, 3, 4, 5]
     assert manager.usage == 1
 
 
-def test_what_does_not_fit_changes_nothing(manager, pool):
+def test_failed_allocation_changes_nothing(manager, pool):
     first, second = make_request("a"), make_request("b")
     manager.allocate(first, 8)
     manager.allocate(second, 4)
@@ -47,7 +49,7 @@ def test_what_does_not_fit_changes_nothing(manager, pool):
     pool.check_integrity()
 
 
-def test_freed_blocks_can_be_had_again(manager, pool):
+def test_freed_blocks_are_allocated_again(manager, pool):
     first, second = make_request("a"), make_request("b")
     manager.allocate(first, 20)
     assert manager.allocate(second, 1) is None

@@ -1,3 +1,5 @@
+"""Scheduling policies: the order of requests."""
+
 import itertools
 
 from jaxserve.core.policy import POLICIES
@@ -11,13 +13,13 @@ def make_request(order, *, priority, arrival_s):
     return Request.from_submit(submit, order=order, context_length=10)
 
 
-def test_fcfs_is_the_order_of_arrival_whatever_the_priority():
+def test_fcfs_sorts_by_arrival_and_ignores_priority():
     requests = [make_request(i, priority=-i, arrival_s=float(-i)) for i in range(5)]
     for shuffled in itertools.permutations(requests):
         assert sorted(shuffled, key=POLICIES["fcfs"]) == requests
 
 
-def test_priority_goes_by_priority_then_arrival_then_order():
+def test_priority_sorts_by_priority_then_arrival_time_then_order():
     requests = [
         make_request(4, priority=-1, arrival_s=9.0),
         make_request(1, priority=0, arrival_s=1.0),

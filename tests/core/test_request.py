@@ -1,3 +1,5 @@
+"""Requests: finish reasons, tokens from a dead engine, and the limits of the context."""
+
 import pytest
 
 from jaxserve.core.request import Request, check_length, context_length
@@ -14,11 +16,11 @@ def make_request(prompt=(1, 1, 1), *, context_length=100, num_prior_tokens=0, **
     return Request.from_submit(submit, order=0, context_length=context_length)
 
 
-def appended(request, tokens):
+def append_all(request, tokens):
     return [request.append(token) for token in tokens]
 
 
-GO_ON = (None, None)
+RUNNING = (None, None)
 EOS_STOP = (FinishReason.STOP, None)
 ID_STOP = (FinishReason.STOP, STOP_ID)
 LENGTH = (FinishReason.LENGTH, None)
@@ -38,37 +40,37 @@ LENGTH = (FinishReason.LENGTH, None)
         ([OTHER, EOS], {"stop_token_ids": (EOS,)}, EOS_STOP),
     ],
 )
-def test_how_a_request_ends(tokens, params, last):
-    *before, end = appended(make_request(**params), tokens)
-    assert before == [GO_ON] * len(before)
+def test_finish_reason(tokens, params, last):
+    *before, end = append_all(make_request(**params), tokens)
+    assert before == [RUNNING] * len(before)
     assert end == last
 
 
 def test_the_context_ends_a_request_even_below_min_tokens():
     request = make_request(context_length=5, min_tokens=50)
-    assert appended(request, [EOS, EOS]) == [GO_ON, LENGTH]
+    assert append_all(request, [EOS, EOS]) == [RUNNING, LENGTH]
 
 
-def test_max_tokens_beyond_the_context_ends_with_the_context():
+def test_max_tokens_is_limited_to_the_context():
     assert make_request(context_length=5, max_tokens=50).max_num_tokens == 5
 
 
-def test_without_an_end_token_no_token_is_one():
+def test_no_token_ends_a_request_without_an_eos_token():
     submit = Submit("a", [1], SamplingParams(seed=0), eos_token_id=None)
     request = Request.from_submit(submit, order=0, context_length=10)
-    assert appended(request, [EOS, 0]) == [GO_ON, GO_ON]
+    assert append_all(request, [EOS, 0]) == [RUNNING, RUNNING]
 
 
-def test_tokens_of_an_engine_that_died_count_as_generated():
+def test_tokens_from_a_dead_engine_count_as_output():
     request = make_request((1, 1, 1, 9, 9), num_prior_tokens=2, max_tokens=4, min_tokens=4)
     assert request.num_prompt_tokens == 3
     assert request.num_output_tokens == 2
-    assert appended(request, [EOS, EOS]) == [GO_ON, EOS_STOP]
+    assert append_all(request, [EOS, EOS]) == [RUNNING, EOS_STOP]
     request = make_request((1, 1, 1, 9, 9), num_prior_tokens=2, max_tokens=4)
-    assert appended(request, [OTHER, OTHER]) == [GO_ON, LENGTH]
+    assert append_all(request, [OTHER, OTHER]) == [RUNNING, LENGTH]
 
 
-def test_the_prompt_of_the_message_is_not_changed():
+def test_append_does_not_change_the_prompt_of_the_message():
     submit = Submit("a", [1, 2], SamplingParams(seed=0))
     Request.from_submit(submit, order=0, context_length=10).append(3)
     assert submit.prompt_token_ids == [1, 2]
@@ -95,7 +97,9 @@ def test_a_request_may_fill_the_context(num_prompt_tokens, max_tokens):
         (1, 32, "max_tokens", ["32", "33"]),
     ],
 )
-def test_longer_ones_are_refused_with_the_numbers(num_prompt_tokens, max_tokens, param, numbers):
+def test_rejects_a_longer_request_and_names_the_numbers(
+    num_prompt_tokens, max_tokens, param, numbers
+):
     with pytest.raises(ContextLengthError) as caught:
         check_length(num_prompt_tokens, max_tokens, **SIZES)
     assert caught.value.param == param
@@ -103,13 +107,13 @@ def test_longer_ones_are_refused_with_the_numbers(num_prompt_tokens, max_tokens,
         assert f" {number} " in f" {caught.value.message} ".replace("(", " ").replace(",", " ")
 
 
-def test_an_empty_prompt_is_refused():
+def test_rejects_an_empty_prompt():
     with pytest.raises(InvalidRequestError, match="empty") as caught:
         check_length(0, 5, **SIZES)
     assert caught.value.param == "prompt"
 
 
-def test_a_small_pool_is_the_limit_and_is_named():
+def test_a_small_block_pool_limits_the_context_and_the_error_names_it():
     sizes = {"max_model_len": 1000, "num_blocks": 5, "block_size": 4}
     assert context_length(**sizes) == 16
     check_length(6, 10, **sizes)

@@ -1,4 +1,4 @@
-"""Plans looked at one by one. That all of it gives right answers: test_scheduler_properties.py."""
+"""Scheduler, plan by plan. test_scheduler_properties.py checks the tokens of random scenarios."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def update(scheduler, plan, token=OTHER, **tokens):
 
 
 def shape(plan):
-    """Summarises a plan as (request ID, start, number of tokens, samples)."""
+    """Returns the parts of a plan as (request ID, start, number of tokens, samples)."""
     return [(p.request_id, p.start, p.num_tokens, p.samples) for p in plan.scheduled]
 
 
@@ -56,8 +56,8 @@ def parts(plan):
     return {part.request_id: part for part in plan.scheduled}
 
 
-class TestOneAfterTheOther:
-    def test_a_request_is_prefilled_then_decoded_one_token_a_step(self):
+class TestOneStepInFlight:
+    def test_prefills_then_decodes_one_token_per_step(self):
         scheduler = make_scheduler()
         add(scheduler, "a", num_prompt_tokens=5)
         plan = scheduler.schedule(now=7.0)
@@ -85,7 +85,7 @@ class TestOneAfterTheOther:
         assert scheduler.schedule(now=9.0) is None
         assert scheduler.stats().kv_usage == 0
 
-    def test_a_block_is_added_when_the_last_one_is_full(self):
+    def test_adds_a_block_when_the_last_block_is_full(self):
         scheduler = make_scheduler()
         add(scheduler, "a", num_prompt_tokens=3)
         update(scheduler, scheduler.schedule(0.0))
@@ -97,7 +97,7 @@ class TestOneAfterTheOther:
             update(scheduler, plan)
         assert grown == [(1, []), (1, [2]), (2, []), (2, []), (2, []), (2, [3])]
 
-    def test_a_long_prompt_is_cut_to_the_budget_and_samples_at_its_end(self):
+    def test_a_long_prompt_runs_in_chunks_and_samples_after_the_last(self):
         scheduler = make_scheduler(max_num_batched_tokens=8)
         add(scheduler, "a", num_prompt_tokens=20)
         shapes, outputs = [], []
@@ -113,7 +113,7 @@ class TestOneAfterTheOther:
         ]
         assert len(outputs) == 2
 
-    def test_running_requests_come_first_and_one_token_parts_before_longer_ones(self):
+    def test_running_requests_come_first_and_single_tokens_before_chunks(self):
         scheduler = make_scheduler(max_num_batched_tokens=8)
         add(scheduler, "a", num_prompt_tokens=3)
         add(scheduler, "b", num_prompt_tokens=12)
@@ -127,7 +127,7 @@ class TestOneAfterTheOther:
         plan = scheduler.schedule(0.0)
         assert shape(plan) == [("a", 4, 1, True), ("b", 12, 1, True), ("c", 0, 1, True)]
 
-    def test_decodes_get_their_token_even_beside_a_prompt_that_goes_before_them(self):
+    def test_decoding_requests_run_beside_a_prompt_of_higher_priority(self):
         scheduler = make_scheduler(max_num_batched_tokens=8, policy="priority")
         add(scheduler, "low", priority=9)
         update(scheduler, scheduler.schedule(0.0))
@@ -136,7 +136,7 @@ class TestOneAfterTheOther:
         plan = scheduler.schedule(0.0)
         assert shape(plan) == [("low", 4, 1, True), ("high", 7, 7, False)]
 
-    def test_a_one_token_chunk_of_a_prompt_counts_among_the_one_token_parts(self):
+    def test_a_prompt_chunk_of_one_token_is_ordered_like_a_decode(self):
         scheduler = make_scheduler(max_num_batched_tokens=5)
         add(scheduler, "a", num_prompt_tokens=4)
         add(scheduler, "b", num_prompt_tokens=4)
@@ -145,7 +145,7 @@ class TestOneAfterTheOther:
         outputs = scheduler.update(plan, StepResult([42]))
         assert [(o.request_id, o.token_ids) for o in outputs] == [("a", [42])]
 
-    def test_logprobs_go_to_those_that_asked(self):
+    def test_only_requests_that_ask_get_logprobs(self):
         scheduler = make_scheduler()
         add(scheduler, "a")
         add(scheduler, "b", logprobs=1)
@@ -157,7 +157,7 @@ class TestOneAfterTheOther:
 
 
 class TestAdmission:
-    def test_rows_are_the_lowest_free_ones_and_bound_what_runs(self):
+    def test_assigns_the_lowest_free_row_and_runs_at_most_max_num_seqs(self):
         scheduler = make_scheduler(max_num_seqs=3)
         add(scheduler, *"abcd")
         plan = scheduler.schedule(0.0)
@@ -171,7 +171,7 @@ class TestAdmission:
             "e": (1, True),
         }
 
-    def test_the_head_is_not_overtaken_for_lack_of_blocks(self):
+    def test_no_request_overtakes_a_head_of_the_queue_that_lacks_blocks(self):
         scheduler = make_scheduler(num_blocks=8 + 1)
         add(scheduler, "a", num_prompt_tokens=4 * 5)
         add(scheduler, "b", num_prompt_tokens=4 * 4)
@@ -181,7 +181,7 @@ class TestAdmission:
         update(scheduler, plan, a=EOS)
         assert [p.request_id for p in scheduler.schedule(0.0).scheduled] == ["c", "b"]
 
-    def test_the_whole_prompt_must_fit_not_only_its_first_chunk(self):
+    def test_admits_a_prompt_only_if_all_of_it_fits(self):
         scheduler = make_scheduler(num_blocks=8 + 1, max_num_batched_tokens=8)
         add(scheduler, "a", num_prompt_tokens=4)
         update(scheduler, scheduler.schedule(0.0))
@@ -190,7 +190,7 @@ class TestAdmission:
         # One block for a's next token leaves 6 of the 7 that b needs.
         assert shape(plan) == [("a", 4, 1, True)]
 
-    def test_a_request_whose_chunks_are_in_flight_keeps_its_blocks_from_others(self):
+    def test_a_chunked_prompt_keeps_the_blocks_for_its_later_chunks(self):
         scheduler = make_scheduler(num_blocks=8 + 1, max_num_batched_tokens=8)
         add(scheduler, "a", num_prompt_tokens=24)
         add(scheduler, "b", num_prompt_tokens=12)
@@ -203,41 +203,43 @@ class TestAdmission:
         ("num_prompt_tokens", "max_tokens", "param"),
         [(100, None, "prompt"), (90, 11, "max_tokens")],
     )
-    def test_what_can_never_fit_is_refused_at_the_door(self, num_prompt_tokens, max_tokens, param):
+    def test_rejects_a_request_that_can_never_fit(self, num_prompt_tokens, max_tokens, param):
         scheduler = make_scheduler()
         with pytest.raises(ContextLengthError) as caught:
             add(scheduler, "a", num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
         assert caught.value.param == param
         assert not scheduler.has_work
 
-    def test_an_id_in_use_is_refused_and_its_owner_goes_on(self):
+    def test_rejects_an_id_in_use_and_keeps_the_first_request(self):
         scheduler = make_scheduler()
         add(scheduler, "a")
         with pytest.raises(InvalidRequestError, match="in use"):
             add(scheduler, "a")
         assert scheduler.stats().num_waiting == 1
 
-    def test_a_request_that_has_all_its_tokens_already_is_refused(self):
+    def test_rejects_a_request_that_already_has_all_its_tokens(self):
         scheduler = make_scheduler()
         with pytest.raises(InvalidRequestError, match="4 tokens"):
             add(scheduler, "a", num_prompt_tokens=7, prior=4, max_tokens=4)
         add(scheduler, "a", num_prompt_tokens=7, prior=4, max_tokens=5)
 
-    def test_an_unknown_policy_is_a_config_error_that_lists_the_known_ones(self):
+    def test_rejects_an_unknown_policy_and_lists_the_policies(self):
         with pytest.raises(ConfigError, match="fcfs, priority.*'lifo'"):
             make_scheduler(policy="lifo")
 
-    @pytest.mark.parametrize(("num_prompt_tokens", "num_answer_tokens"), [(99, 1), (97, 3)])
-    def test_an_answer_ends_where_the_context_does(self, num_prompt_tokens, num_answer_tokens):
+    @pytest.mark.parametrize(("num_prompt_tokens", "num_output_tokens"), [(99, 1), (97, 3)])
+    def test_a_completion_ends_at_the_end_of_the_context(
+        self, num_prompt_tokens, num_output_tokens
+    ):
         scheduler = make_scheduler(max_num_batched_tokens=128)
         add(scheduler, "a", num_prompt_tokens=num_prompt_tokens)
         outputs = []
         while scheduler.has_work:
             outputs += update(scheduler, scheduler.schedule(0.0))
         reasons = [output.finish_reason for output in outputs]
-        assert reasons == [None] * (num_answer_tokens - 1) + [FinishReason.LENGTH]
+        assert reasons == [None] * (num_output_tokens - 1) + [FinishReason.LENGTH]
 
-    def test_a_prompt_may_fill_the_context_if_nothing_is_generated(self):
+    def test_a_pooled_prompt_may_fill_the_context(self):
         scheduler = make_scheduler(num_blocks=25 + 1)
         with pytest.raises(ContextLengthError, match="101 tokens"):
             add(scheduler, "b", num_prompt_tokens=101, pooling="last")
@@ -252,7 +254,7 @@ class TestAdmission:
         assert [shape(plan) for plan in plans] == [[("a", 0, 64, False)], [("a", 64, 36, True)]]
         assert [output.embedding for output in outputs] == [[1.0]]
 
-    def test_tokens_of_an_engine_that_died_are_computed_again_as_output(self):
+    def test_tokens_from_a_dead_engine_are_recomputed_as_output(self):
         scheduler = make_scheduler()
         add(scheduler, "a", num_prompt_tokens=5, prior=2, max_tokens=3)
         plan = scheduler.schedule(0.0)
@@ -267,15 +269,15 @@ class TestAdmission:
 
 
 class TestPreemption:
-    def two_that_fill_the_pool(self, **sizes):
-        """Fills the 4 blocks with a and b, 8 tokens each; both need a third block next."""
+    def make_full_scheduler(self, **sizes):
+        """Fills the 4 blocks with a and b, 8 tokens each. Both need a third block next."""
         scheduler = make_scheduler(num_blocks=4 + 1, **sizes)
         add(scheduler, "a", "b", num_prompt_tokens=8)
         update(scheduler, scheduler.schedule(0.0), a=20, b=30)
         return scheduler
 
-    def test_the_last_one_gives_way_and_keeps_its_tokens(self):
-        scheduler = self.two_that_fill_the_pool()
+    def test_preempts_the_last_request_and_keeps_its_tokens(self):
+        scheduler = self.make_full_scheduler()
         add(scheduler, "c", num_prompt_tokens=1)
         plan = scheduler.schedule(0.0)
         assert shape(plan) == [("a", 8, 1, True)]
@@ -287,19 +289,19 @@ class TestPreemption:
         b = parts(plan)["b"]
         assert b.token_ids == [*range(10, 18), 30]
         assert b.is_new
-        assert b.row == 0, "rows are given out anew, in the order of admission"
+        assert b.row == 0, "rows are assigned again, in the order of admission"
         assert b.num_prompt_tokens == 8
         output = update(scheduler, plan)[-1]
         assert (output.request_id, output.scheduled_s) == ("b", 0.0)
 
-    def test_a_preempted_request_waits_before_all_others(self):
-        scheduler = self.two_that_fill_the_pool()
+    def test_a_preempted_request_goes_to_the_head_of_the_queue(self):
+        scheduler = self.make_full_scheduler()
         add(scheduler, "c", num_prompt_tokens=1)
         update(scheduler, scheduler.schedule(0.0))
-        # b needs 3 blocks and 1 is free, so c, for which there is room, waits behind it.
+        # b needs 3 blocks and 1 is free, so c waits behind b although c would fit.
         assert shape(scheduler.schedule(0.0)) == [("a", 9, 1, True)]
 
-    def test_the_worst_by_priority_gives_way(self):
+    def test_preempts_the_request_of_lowest_priority(self):
         scheduler = make_scheduler(num_blocks=6 + 1, policy="priority")
         for request_id, priority, arrival_s in [("a", 5, 0.0), ("b", 0, 1.0), ("c", 5, 2.0)]:
             add(
@@ -311,23 +313,23 @@ class TestPreemption:
             )
         update(scheduler, scheduler.schedule(0.0))
         plan = scheduler.schedule(0.0)
-        # c, the latest of the worst, makes room for both others.
+        # c, the later of the two of lowest priority, makes room for the others.
         assert shape(plan) == [("b", 8, 1, True), ("a", 8, 1, True)]
         assert scheduler.stats().total_preemptions == 1
 
-    def test_nothing_is_admitted_in_a_step_that_preempted(self):
+    def test_admits_nothing_in_a_step_that_preempts(self):
         scheduler = make_scheduler(num_blocks=4 + 1, policy="priority")
         add(scheduler, "a", num_prompt_tokens=8, priority=0)
         add(scheduler, "b", num_prompt_tokens=8, priority=2)
         update(scheduler, scheduler.schedule(0.0))
         add(scheduler, "c", num_prompt_tokens=1, priority=1)
-        # a takes one of b's two blocks; c goes before b and the other one would be enough for it.
+        # a takes one of b's two blocks. The other would be enough for c, which goes before b.
         plan = scheduler.schedule(0.0)
         assert shape(plan) == [("a", 8, 1, True)]
         update(scheduler, plan)
         assert shape(scheduler.schedule(0.0)) == [("a", 9, 1, True), ("c", 0, 1, True)]
 
-    def test_a_better_priority_does_not_preempt_without_need(self):
+    def test_a_higher_priority_does_not_preempt_while_blocks_are_free(self):
         scheduler = make_scheduler(policy="priority")
         add(scheduler, "a", priority=5)
         update(scheduler, scheduler.schedule(0.0))
@@ -335,7 +337,7 @@ class TestPreemption:
         assert {p.request_id for p in scheduler.schedule(0.0).scheduled} == {"a", "b"}
         assert scheduler.stats().total_preemptions == 0
 
-    def test_better_priorities_are_admitted_first(self):
+    def test_admits_higher_priorities_first(self):
         scheduler = make_scheduler(policy="priority", max_num_seqs=2)
         add(scheduler, "a", priority=1)
         add(scheduler, "b", priority=0, arrival_s=2.0)
@@ -343,7 +345,7 @@ class TestPreemption:
         assert [p.request_id for p in scheduler.schedule(0.0).scheduled] == ["c", "b"]
 
     def test_a_preempted_request_can_be_aborted(self):
-        scheduler = self.two_that_fill_the_pool()
+        scheduler = self.make_full_scheduler()
         add(scheduler, "c", num_prompt_tokens=1)
         update(scheduler, scheduler.schedule(0.0))
         scheduler.abort(["b"])
@@ -351,7 +353,7 @@ class TestPreemption:
 
 
 class TestAbort:
-    def test_waiting_and_running_requests_vanish_and_free_what_they_hold(self):
+    def test_abort_removes_requests_and_frees_their_rows_and_blocks(self):
         scheduler = make_scheduler(max_num_seqs=2)
         add(scheduler, *"abcd")
         plan = scheduler.schedule(0.0)
@@ -363,7 +365,7 @@ class TestAbort:
         stats = scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
 
-    def test_a_step_in_flight_is_dropped_even_if_the_id_is_used_again(self):
+    def test_drops_the_token_in_flight_of_an_aborted_request_whose_id_is_reused(self):
         scheduler = make_scheduler()
         add(scheduler, "a", "b")
         plan = scheduler.schedule(0.0)
@@ -378,7 +380,7 @@ class TestAbort:
 
 
 class TestTwoStepsInFlight:
-    def test_a_token_that_only_the_device_knows_is_planned_for_without_its_id(self):
+    def test_plans_for_a_token_whose_id_only_the_device_knows(self):
         scheduler = make_scheduler()
         add(scheduler, "a")
         first = scheduler.schedule(0.0)
@@ -397,7 +399,7 @@ class TestTwoStepsInFlight:
         assert part.num_unknown_tokens == 1
         assert part.known_token_ids == [10, 11, 12, 20]
 
-    def test_a_request_known_to_end_is_not_scheduled_one_step_too_far(self):
+    def test_does_not_schedule_a_request_past_max_tokens(self):
         scheduler = make_scheduler()
         add(scheduler, "a", max_tokens=2)
         first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
@@ -408,7 +410,7 @@ class TestTwoStepsInFlight:
         assert output.finish_reason == FinishReason.LENGTH
         assert not scheduler.has_work
 
-    def test_one_that_ended_with_a_step_in_flight_makes_room_at_once(self):
+    def test_a_finished_request_frees_its_row_and_blocks_while_its_step_is_in_flight(self):
         scheduler = make_scheduler(max_num_seqs=1, num_blocks=2 + 1)
         add(scheduler, "a", num_prompt_tokens=3)
         add(scheduler, "b", num_prompt_tokens=7)
@@ -423,7 +425,7 @@ class TestTwoStepsInFlight:
         assert [o.request_id for o in update(scheduler, third)] == ["b"]
         assert scheduler.stats().total_generation_tokens == 2
 
-    def test_a_token_in_flight_still_reaches_a_request_that_was_preempted(self):
+    def test_a_preempted_request_gets_its_token_in_flight(self):
         scheduler = make_scheduler(num_blocks=4 + 1)
         add(scheduler, "a", "b", num_prompt_tokens=8)
         first = scheduler.schedule(0.0)
@@ -440,7 +442,7 @@ class TestTwoStepsInFlight:
         assert third.scheduled[0].token_ids == [*range(10, 18), 30]
         assert update(scheduler, second) == []
 
-    def test_a_preempted_request_may_turn_out_to_have_ended(self):
+    def test_a_preempted_request_can_end_with_its_token_in_flight(self):
         scheduler = make_scheduler(num_blocks=4 + 1)
         add(scheduler, "a", "b", num_prompt_tokens=8)
         first = scheduler.schedule(0.0)
@@ -449,7 +451,7 @@ class TestTwoStepsInFlight:
         assert [o.finish_reason for o in outputs] == [None, FinishReason.STOP]
         assert scheduler.stats().num_waiting == 0
 
-    def test_an_abort_while_in_flight_drops_what_comes(self):
+    def test_abort_drops_the_tokens_in_flight(self):
         scheduler = make_scheduler()
         add(scheduler, "a", "b")
         first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
@@ -458,12 +460,12 @@ class TestTwoStepsInFlight:
         assert [o.request_id for o in update(scheduler, second)] == ["b"]
 
 
-def test_counters():
+def test_stats_count_steps_preemptions_and_tokens():
     scheduler = make_scheduler(num_blocks=4 + 1)
     add(scheduler, "a", "b", num_prompt_tokens=8, max_tokens=3)
     while scheduler.has_work:
         update(scheduler, scheduler.schedule(0.0))
-    # Both are prefilled; b makes way for a, which takes two steps to end; then b takes two.
+    # Both are prefilled; b is preempted and a takes two steps to end; then b takes two.
     stats = scheduler.stats()
     assert stats.total_steps == 5
     assert stats.total_preemptions == 1
@@ -472,7 +474,7 @@ def test_counters():
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
 
 
-def test_usage_while_running():
+def test_stats_of_running_requests():
     scheduler = make_scheduler(num_blocks=10 + 1)
     add(scheduler, "a", num_prompt_tokens=5)
     add(scheduler, "b", num_prompt_tokens=36)
@@ -493,7 +495,7 @@ def test_usage_while_running():
         lambda running: running.pop(),
     ],
 )
-def test_check_integrity_notices_damage(damage):
+def test_check_integrity_detects_damage(damage):
     scheduler = make_scheduler()
     add(scheduler, "a", "b")
     update(scheduler, scheduler.schedule(0.0))

@@ -1,4 +1,4 @@
-"""Whatever comes in whichever order, every request gets the tokens that it would get alone."""
+"""Random scenarios: every request gets the tokens that it would get alone."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ MODEL = FakeModel(vocab_size=12)
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, the turn in which it arrives, and the turn in which it is aborted, or None."""
+    """A request, its turn of arrival, and the number of turns to its abort, None for no abort."""
 
     turn: int
     prompt: list[int]
@@ -89,7 +89,7 @@ scenarios = st.builds(
 )
 
 
-class Watched:
+class CheckedRunner:
     """A fake runner that checks every plan against the limits and counts rare events."""
 
     def __init__(self, scenario, seen):
@@ -115,11 +115,11 @@ class Watched:
 
 
 @dataclass
-class Story:
+class Record:
     """The outputs of a request so far."""
 
     arrival: Arrival
-    whole_answer: list[int]
+    tokens_alone: list[int]
     tokens: list[int] = field(default_factory=list)
     scheduled_s: float | None = None
     finish_reason: int | None = None
@@ -127,11 +127,11 @@ class Story:
     aborted: bool = False
 
     @property
-    def is_over(self):
+    def has_ended(self):
         return self.aborted or self.finish_reason is not None
 
 
-def whole_answer(scenario, arrival):
+def tokens_alone(scenario, arrival):
     """Returns the output of the request when it runs alone; None if it is too long to run."""
     context = context_length(**scenario.sizes)
     limit, num_prior = arrival.params.max_tokens, arrival.num_prior_tokens
@@ -151,7 +151,7 @@ def whole_answer(scenario, arrival):
     return expected_tokens(arrival.prompt, alone, MODEL, context_length=context, eos_token_id=eos)
 
 
-def play(scenario):
+def run_scenario(scenario):
     """Runs a scenario to its end, checks the invariants, and returns counts of rare events."""
     seen = Counter()
     scheduler = Scheduler(
@@ -160,31 +160,31 @@ def play(scenario):
         policy=scenario.policy,
         **scenario.sizes,
     )
-    core = EngineCore(scheduler, Watched(scenario, seen), depth=scenario.depth)
-    stories = {}
+    core = EngineCore(scheduler, CheckedRunner(scenario, seen), depth=scenario.depth)
+    records = {}
     last_turn = max(arrival.turn for arrival in scenario.arrivals)
     turn = 0
     while turn <= last_turn or core.has_work:
         for i, arrival in enumerate(scenario.arrivals):
             if arrival.turn == turn:
-                answer = whole_answer(scenario, arrival)
-                stories[str(i)] = Story(arrival, answer)
+                alone = tokens_alone(scenario, arrival)
+                records[str(i)] = Record(arrival, alone)
                 core.add(make_submit(str(i), arrival, turn))
         for output in core.step(float(turn)):
-            note(stories[output.request_id], output)
-        for request_id, story in stories.items():
-            after = story.arrival.aborted_after
-            if after is not None and turn == story.arrival.turn + after and not story.is_over:
+            add_output(records[output.request_id], output)
+        for request_id, record in records.items():
+            after = record.arrival.aborted_after
+            if after is not None and turn == record.arrival.turn + after and not record.has_ended:
                 core.abort([request_id])
-                story.aborted = True
-        check_state(scheduler, stories)
+                record.aborted = True
+        check_state(scheduler, records)
         turn += 1
-        assert turn < bound(scenario), "requests starve"
-    check_end(scenario, core, stories)
+        assert turn < max_turns(scenario), "requests starve"
+    check_end(scenario, core, records)
     stats = core.stats()
     seen["preemptions"] = stats.total_preemptions
-    seen["refused"] = sum(story.finish_reason == FinishReason.ERROR for story in stories.values())
-    seen["aborted"] = sum(story.aborted for story in stories.values())
+    seen["refused"] = sum(record.finish_reason == FinishReason.ERROR for record in records.values())
+    seen["aborted"] = sum(record.aborted for record in records.values())
     seen["dropped"] = seen["sampled"] - stats.total_generation_tokens
     return seen
 
@@ -201,61 +201,61 @@ def make_submit(request_id, arrival, turn):
     )
 
 
-def note(story, output):
-    assert not story.is_over, "an output after the end"
-    story.finish_reason = output.finish_reason
-    story.stop_reason = output.stop_reason
+def add_output(record, output):
+    assert not record.has_ended, "an output after the end"
+    record.finish_reason = output.finish_reason
+    record.stop_reason = output.stop_reason
     if output.finish_reason == FinishReason.ERROR:
         assert output.token_ids == []
         return
     assert len(output.token_ids) == 1
-    assert story.scheduled_s in (None, output.scheduled_s), "when it first ran does not change"
-    story.scheduled_s = output.scheduled_s
-    story.tokens += output.token_ids
+    assert record.scheduled_s in (None, output.scheduled_s), "scheduled_s changed"
+    record.scheduled_s = output.scheduled_s
+    record.tokens += output.token_ids
 
 
-def check_state(scheduler, stories):
+def check_state(scheduler, records):
     scheduler.check_integrity()
     stats = scheduler.stats()
-    alive = [story for story in stories.values() if not story.is_over]
-    assert stats.num_running + stats.num_waiting == len(alive)
+    in_flight = [record for record in records.values() if not record.has_ended]
+    assert stats.num_running + stats.num_waiting == len(in_flight)
     assert 0 <= stats.kv_usage <= 1
 
 
-def bound(scenario):
-    """Returns a number of turns that suffices if each turn adds one token to the first request."""
+def max_turns(scenario):
+    """Returns the number of turns needed if each adds one token to the first request."""
     return 13 + 2 * len(scenario.arrivals) * (context_length(**scenario.sizes) + 1)
 
 
-def check_end(scenario, core, stories):
-    for story in stories.values():
-        if story.aborted:
-            assert story.tokens == (story.whole_answer or [])[: len(story.tokens)]
-        elif story.whole_answer is None:
-            assert story.finish_reason == FinishReason.ERROR
+def check_end(scenario, core, records):
+    for record in records.values():
+        if record.aborted:
+            assert record.tokens == (record.tokens_alone or [])[: len(record.tokens)]
+        elif record.tokens_alone is None:
+            assert record.finish_reason == FinishReason.ERROR
         else:
-            assert story.tokens == story.whole_answer
-            check_reason(story)
+            assert record.tokens == record.tokens_alone
+            check_reason(record)
     if scenario.policy == "fcfs":
-        by_arrival = sorted(stories.items(), key=lambda item: (item[1].arrival.turn, int(item[0])))
+        by_arrival = sorted(records.items(), key=lambda item: (item[1].arrival.turn, int(item[0])))
         ran = [s.scheduled_s for _, s in by_arrival if s.scheduled_s is not None]
         assert ran == sorted(ran), "a request overtook another"
     stats = core.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
-    fresh = [s for s in stories.values() if s.tokens and not s.arrival.num_prior_tokens]
+    fresh = [s for s in records.values() if s.tokens and not s.arrival.num_prior_tokens]
     assert stats.total_prompt_tokens == sum(len(s.arrival.prompt) for s in fresh)
-    assert stats.total_generation_tokens == sum(len(s.tokens) for s in stories.values())
+    assert stats.total_generation_tokens == sum(len(s.tokens) for s in records.values())
 
 
-def check_reason(story):
-    last, params = story.tokens[-1], story.arrival.params
-    count = len(story.tokens) + story.arrival.num_prior_tokens
-    if count >= params.min_tokens and story.arrival.has_eos and last == EOS:
-        assert (story.finish_reason, story.stop_reason) == (FinishReason.STOP, None)
+def check_reason(record):
+    last, params = record.tokens[-1], record.arrival.params
+    count = len(record.tokens) + record.arrival.num_prior_tokens
+    if count >= params.min_tokens and record.arrival.has_eos and last == EOS:
+        assert (record.finish_reason, record.stop_reason) == (FinishReason.STOP, None)
     elif count >= params.min_tokens and last in params.stop_token_ids:
-        assert (story.finish_reason, story.stop_reason) == (FinishReason.STOP, last)
+        assert (record.finish_reason, record.stop_reason) == (FinishReason.STOP, last)
     else:
-        assert (story.finish_reason, story.stop_reason) == (FinishReason.LENGTH, None)
+        assert (record.finish_reason, record.stop_reason) == (FinishReason.LENGTH, None)
 
 
 def test_every_request_gets_the_tokens_that_it_would_get_alone():
@@ -264,9 +264,9 @@ def test_every_request_gets_the_tokens_that_it_would_get_alone():
     @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(scenarios)
     def check(scenario):
-        seen.update(play(scenario))
+        seen.update(run_scenario(scenario))
 
     check()
     # Without these events the scenarios would test nothing.
-    for what in ("preemptions", "chunks", "unknown tokens", "dropped", "aborted", "refused"):
-        assert seen[what] > 20, seen
+    for event in ("preemptions", "chunks", "unknown tokens", "dropped", "aborted", "refused"):
+        assert seen[event] > 20, seen

@@ -1,4 +1,4 @@
-"""Real servers in processes of their own, and clients of the openai package."""
+"""Servers in their own processes, and openai clients for them."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.bench.server_process import ServerProcess
 from jaxserve.testing.tiny import write_checkpoint
 
-# Few programs to compile, and fewer blocks than 8 long requests want.
+# Few programs to compile, and fewer blocks than 8 long requests need.
 SETTINGS = {
     "dtype": "float32",
     "max_num_seqs": 8,
@@ -27,7 +27,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is ready."""
+    """A server that is ready for requests."""
 
     process: ServerProcess
 
@@ -42,7 +42,7 @@ class Server:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of the one sample of this name with these labels."""
+        """Returns the value of the only sample named ``vllm:`` + name that has these labels."""
         text = httpx.get(f"{self.url}/metrics").text
         (value,) = [
             sample.value
@@ -53,7 +53,7 @@ class Server:
         return value
 
     async def until_idle(self) -> None:
-        """Waits until no request is on board and no block is held."""
+        """Waits until no request is in flight and no block is in use."""
         async with asyncio.timeout(30):
             while any(
                 self.metric(name, engine="0")
@@ -64,20 +64,20 @@ class Server:
 
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The settings of every engine here. They share their compiled programs."""
+    """The settings of all engines in this folder, which share compiled programs."""
     return {**SETTINGS, "compilation_cache_dir": str(tmp_path_factory.mktemp("compiled"))}
 
 
 @pytest.fixture(scope="session")
 def flags(settings: dict[str, Any]) -> list[str]:
-    """The same as flags."""
+    """The settings as flags of the command line."""
     pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items()]
     return list(itertools.chain.from_iterable(pairs))
 
 
 @pytest.fixture(scope="session")
 def serve(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
-    """``with serve(model, *more_flags) as server``."""
+    """``with serve(model, *more_flags) as server`` runs a server until the end of the block."""
     log = tmp_path_factory.mktemp("server") / "log"
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The model that is served when none is named."""
+"""The default model gives correct and readable completions."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def server(serve):
         yield server
 
 
-def test_the_capital_of_france(server) -> None:
+def test_a_chat_and_its_stream_name_the_capital_of_france(server) -> None:
     with server.client() as client:
         assert [model.id for model in client.models.list()] == [NAME]
         reply = client.chat.completions.create(
@@ -45,7 +45,7 @@ def test_the_capital_of_france(server) -> None:
     assert last.usage.completion_tokens == reply.usage.completion_tokens
 
 
-def test_a_completion_goes_on_with_the_text(server) -> None:
+def test_a_completion_continues_the_prompt(server) -> None:
     with server.client() as client:
         reply = client.completions.create(
             model=NAME, prompt="The capital of France is", temperature=0, max_tokens=4

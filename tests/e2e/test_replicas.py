@@ -1,4 +1,4 @@
-"""One server, two engines."""
+"""One server with two engines (``--data-parallel-size 2``)."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ def server(serve, tiny_model):
         yield server
 
 
-async def test_both_engines_work_and_give_the_same_answers(server) -> None:
+async def test_both_engines_run_and_give_equal_completions(server) -> None:
     request = {"model": "tiny", "prompt": [7] * 20, "max_tokens": 30, "temperature": 0}
     async with server.async_client() as client:
         replies = await asyncio.gather(*(client.completions.create(**request) for _ in range(24)))

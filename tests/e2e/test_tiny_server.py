@@ -1,4 +1,4 @@
-"""A server with a tiny random model, whose answers must not depend on what else is going on."""
+"""A server with a tiny random model: its completions must not depend on other requests."""
 
 import asyncio
 import random
@@ -20,13 +20,13 @@ def server(serve, tiny_model):
 
 
 def make_requests(count: int, *, seed: int) -> list[dict]:
-    """Prompts and answers of many lengths; every other one is sampled."""
-    numbers = random.Random(seed)
+    """Returns requests with prompts and completions of many lengths; every other one is sampled."""
+    rng = random.Random(seed)
     return [
         {
             "model": "tiny",
-            "prompt": [numbers.randrange(1, 250) for _ in range(numbers.randrange(1, 90))],
-            "max_tokens": numbers.randrange(1, 120),
+            "prompt": [rng.randrange(1, 250) for _ in range(rng.randrange(1, 90))],
+            "max_tokens": rng.randrange(1, 120),
             "temperature": float(i % 2),
             "seed": i,
         }
@@ -42,8 +42,8 @@ async def stream_text(client: openai.AsyncOpenAI, request: dict) -> tuple[str, s
     return text, reason
 
 
-async def test_64_streams_at_once_are_each_as_if_alone(server) -> None:
-    """Of the 8 that run at a time, the blocks hold about a half."""
+async def test_64_concurrent_streams_equal_single_requests(server) -> None:
+    """The blocks hold about half of the 8 requests that run at a time."""
     requests = make_requests(64, seed=1)
     with server.client() as client:
         alone = [client.completions.create(**request).choices[0] for request in requests]
@@ -53,15 +53,15 @@ async def test_64_streams_at_once_are_each_as_if_alone(server) -> None:
         together = await asyncio.gather(*(stream_text(client, r) for r in requests))
     assert together == [(choice.text, choice.finish_reason) for choice in alone]
     assert server.metric("num_preemptions_total", engine="0") > preemptions
-    # Whatever comes together, nothing is compiled once the server is ready.
+    # Nothing is compiled once the server is ready, whatever requests run together.
     assert server.metric("compilations_total", engine="0") == compilations
     await server.until_idle()
 
 
-def test_vectors_are_those_of_the_reference(server, tiny_model) -> None:
-    """Of prompts that fit a step together and of one that takes several."""
-    numbers = random.Random(5)
-    prompts = [[numbers.randrange(250) for _ in range(length)] for length in (1, 9, 100)]
+def test_embeddings_match_the_reference(server, tiny_model) -> None:
+    """Two of the prompts fit in one step together; the third takes several steps."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(250) for _ in range(length)] for length in (1, 9, 100)]
     reference = Reference(dict(open_checkpoint(str(tiny_model)).tensors()))
     hidden = [reference.hidden(prompt) for prompt in prompts]
     with server.client() as client:
@@ -80,19 +80,20 @@ def test_vectors_are_those_of_the_reference(server, tiny_model) -> None:
         expected = states[-1] / np.linalg.norm(states[-1])
         count = len(states)
         assert_close(last.data[i].embedding, expected, num_tokens=count)
-        assert_close(mean.data[i].embedding, states.mean(0), num_tokens=2 * count)  # and their mean
+        # Twice the tokens, because the mean adds rounding errors.
+        assert_close(mean.data[i].embedding, states.mean(0), num_tokens=2 * count)
     assert_close(again.data[0].embedding, last.data[1].embedding, num_tokens=len(hidden[1]))
     assert last.usage.prompt_tokens == last.usage.total_tokens == 110
 
 
-async def test_a_client_that_leaves_frees_what_it_held(server) -> None:
+async def test_a_disconnect_frees_the_blocks(server) -> None:
     def num_aborted() -> float:
         return server.metric("request_success_total", finished_reason="abort")
 
     before = num_aborted()
     async with server.async_client() as client, asyncio.timeout(60):
-        held = 0.0
-        # The model is quick: an answer may be at its end before the server hears of the leaving.
+        kv_usage = 0.0
+        # The model is fast: a completion may finish before the server notices the disconnect.
         while num_aborted() == before:
             stream = await client.completions.create(
                 model="tiny",
@@ -102,13 +103,13 @@ async def test_a_client_that_leaves_frees_what_it_held(server) -> None:
                 extra_body={"ignore_eos": True},
             )
             await anext(stream)
-            held = server.metric("kv_cache_usage_perc", engine="0")
+            kv_usage = server.metric("kv_cache_usage_perc", engine="0")
             await stream.close()
             await server.until_idle()
-    assert held > 0
+    assert kv_usage > 0
 
 
-BAD = [
+BAD_REQUESTS = [
     ("not json", 400, None),
     ({}, 400, "prompt"),
     ({"prompt": []}, 400, "prompt"),
@@ -129,12 +130,12 @@ BAD = [
 ]
 
 
-async def test_bad_requests_are_refused_and_leave_the_server_well(server) -> None:
+async def test_bad_requests_are_refused_and_change_nothing(server) -> None:
     (request,) = make_requests(1, seed=2)
     async with server.async_client() as client:
         before = await stream_text(client, request)
     async with httpx.AsyncClient(base_url=server.url) as client:
-        for body, status, param in BAD:
+        for body, status, param in BAD_REQUESTS:
             content = {"content": body} if isinstance(body, str) else {"json": body}
             reply = await client.post(
                 "/v1/completions", headers={"content-type": "application/json"}, **content
@@ -148,18 +149,18 @@ async def test_bad_requests_are_refused_and_leave_the_server_well(server) -> Non
         assert await stream_text(client, request) == before
 
 
-def test_several_answers_logprobs_and_usage(server) -> None:
+def test_n_choices_have_logprobs_and_count_in_usage(server) -> None:
     with server.client() as client:
         reply = client.completions.create(
             model="tiny", prompt=[1, 2, 3], n=3, seed=1, max_tokens=5, logprobs=2
         )
         assert [choice.index for choice in reply.choices] == [0, 1, 2]
-        tokens = 0
+        num_tokens = 0
         for choice in reply.choices:
             assert choice.logprobs is not None
             assert choice.logprobs.token_logprobs is not None
             assert all(value is not None and value <= 0 for value in choice.logprobs.token_logprobs)
-            tokens += len(choice.logprobs.token_logprobs)
+            num_tokens += len(choice.logprobs.token_logprobs)
         assert reply.usage is not None
         assert reply.usage.prompt_tokens == 3
-        assert reply.usage.completion_tokens == tokens
+        assert reply.usage.completion_tokens == num_tokens

@@ -1,4 +1,4 @@
-"""The engine with each attention backend: same tokens, and no where the kernels cannot serve."""
+"""Attention backends in an engine: equal tokens, and settings that the kernels reject."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxserve.testing.tiny import tiny_config, write_checkpoint
 
 @pytest.fixture(autouse=True)
 def compile_quickly() -> Iterator[None]:
-    """Interpreted kernels are large programs that run a few times."""
+    """Turns optimizations off: interpreted kernels are large programs that run a few times."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def config_of(model: Path, backend: str, **cache: int) -> EngineConfig:
+def make_config(model: Path, backend: str, **cache: int) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(model), max_model_len=64, dtype="float32"),
         cache=CacheConfig(**{"num_blocks": 20, "block_size": 4} | cache),
@@ -35,7 +35,7 @@ def config_of(model: Path, backend: str, **cache: int) -> EngineConfig:
 
 
 def generate(config: EngineConfig) -> dict[str, list[int]]:
-    """Six greedy tokens for three prompts: chunked, decoded together with chunks, and waiting."""
+    """Returns six greedy tokens for a chunked prompt, one decoded beside it, and a waiting one."""
     core = build(config, 0, lambda _: None).core
     tokens: dict[str, list[int]] = {"long": [], "short": [], "late": []}
     for name, prompt in {"long": list(range(5, 36)), "short": [7], "late": [300, 4, 9]}.items():
@@ -48,12 +48,12 @@ def generate(config: EngineConfig) -> dict[str, list[int]]:
     return tokens
 
 
-def test_greedy_tokens_are_those_of_plain_attention(tmp_path):
+def test_kernels_give_the_same_greedy_tokens_as_xla(tmp_path):
     model = write_checkpoint(tmp_path / "tiny")
-    expected = generate(config_of(model, "xla"))
+    expected = generate(make_config(model, "xla"))
     assert [len(tokens) for tokens in expected.values()] == [6, 6, 6]
     assert len({token for tokens in expected.values() for token in tokens}) > 6
-    assert generate(config_of(model, "pallas_triton")) == expected
+    assert generate(make_config(model, "pallas_triton")) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_greedy_tokens_are_those_of_plain_attention(tmp_path):
         ),
     ],
 )
-def test_what_the_kernels_cannot_serve_is_refused_before_anything_is_loaded(
+def test_rejects_settings_that_the_kernels_do_not_support_before_loading_weights(
     model, cache, message, tmp_path
 ):
     tensors = {"not_a_weight": np.zeros(1, np.float32)}
     folder = write_checkpoint(tmp_path / "tiny", tiny_config(**model), tensors)
     with pytest.raises(ConfigError, match=f"pallas_triton cannot serve this: {message}"):
-        build(config_of(folder, "pallas_triton", **cache), 0, lambda _: None)
+        build(make_config(folder, "pallas_triton", **cache), 0, lambda _: None)

@@ -1,3 +1,5 @@
+"""Engine core: steps in flight, aborts, errors and stats."""
+
 import subprocess
 import sys
 import threading
@@ -31,7 +33,7 @@ def submit(request_id, prompt=(1, 2, 3), *, max_tokens=4, eos_token_id=None):
     return Submit(request_id, list(prompt), params, eos_token_id=eos_token_id)
 
 
-def run_to_the_end(core):
+def run_until_idle(core):
     tokens, reasons = {}, {}
     for turn in range(1000):
         if not core.has_work:
@@ -40,11 +42,11 @@ def run_to_the_end(core):
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
             if output.finish_reason is not None:
                 reasons[output.request_id] = output.finish_reason
-    raise AssertionError("it does not end")
+    raise AssertionError("requests do not end")
 
 
-class ListedRunner:
-    """Samples token 5 everywhere and records the calls to it and its steps."""
+class RecordingRunner:
+    """Samples token 5 in every row and records the calls of its methods and of its steps."""
 
     num_compilations = 3
 
@@ -53,10 +55,10 @@ class ListedRunner:
 
     def execute(self, plan):
         self.events.append(("execute", plan.step_id))
-        return ListedStep(self.events, plan)
+        return RecordingStep(self.events, plan)
 
 
-class ListedStep:
+class RecordingStep:
     def __init__(self, events, plan):
         self.events = events
         self.plan = plan
@@ -67,12 +69,12 @@ class ListedStep:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_request_gets_its_tokens(depth):
+def test_every_request_gets_the_expected_tokens(depth):
     core = make_core(depth)
     prompts = {str(i): [i] * (1 + 3 * i) for i in range(9)}
     for request_id, prompt in prompts.items():
         core.add(submit(request_id, prompt, max_tokens=7))
-    tokens, reasons = run_to_the_end(core)
+    tokens, reasons = run_until_idle(core)
     for request_id, prompt in prompts.items():
         params = SamplingParams(max_tokens=7, seed=0)
         assert tokens[request_id] == expected_tokens(prompt, params, FakeModel(), context_length=60)
@@ -80,22 +82,22 @@ def test_every_request_gets_its_tokens(depth):
     assert len(reasons) == 9
 
 
-def test_depth_1_waits_for_each_step_before_it_plans_the_next():
-    runner = ListedRunner()
+def test_depth_1_waits_for_each_step_before_planning_the_next():
+    runner = RecordingRunner()
     core = EngineCore(make_scheduler(), runner, depth=1)
     core.add(submit("a", max_tokens=3))
-    tokens, _ = run_to_the_end(core)
+    tokens, _ = run_until_idle(core)
     assert tokens == {"a": [5, 5, 5]}
     assert runner.events == [(what, i) for i in range(3) for what in ("execute", "result")]
 
 
-def test_depth_2_starts_the_next_step_before_it_waits():
-    runner = ListedRunner()
+def test_depth_2_starts_the_next_step_before_waiting_for_the_previous():
+    runner = RecordingRunner()
     core = EngineCore(make_scheduler(), runner, depth=2)
     core.add(submit("a", max_tokens=3))
-    assert core.step(0.0) == [], "the first step returns at once: more may have arrived"
+    assert core.step(0.0) == [], "the first call returns at once, since more may have arrived"
     assert runner.events == [("execute", 0)]
-    tokens, _ = run_to_the_end(core)
+    tokens, _ = run_until_idle(core)
     assert tokens == {"a": [5, 5, 5]}
     assert runner.events == [
         ("execute", 0),
@@ -107,7 +109,7 @@ def test_depth_2_starts_the_next_step_before_it_waits():
     ]
 
 
-def test_what_arrives_while_a_step_is_in_flight_joins_the_next_one():
+def test_a_request_that_arrives_during_a_step_joins_the_next_step():
     core = make_core(2)
     core.add(submit("a"))
     assert core.step(0.0) == []
@@ -132,19 +134,19 @@ def test_a_step_waits_for_the_device():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_the_runner_raises_comes_through(depth):
+def test_step_raises_the_exceptions_of_the_runner(depth):
     core = make_core(depth, model=FakeModel(fail_on_step=3))
     core.add(submit("a"))
     with pytest.raises(RuntimeError, match="asked to fail"):
-        run_to_the_end(core)
+        run_until_idle(core)
 
 
-def test_a_request_that_cannot_be_served_ends_with_an_error_and_the_rest_goes_on(caplog):
+def test_a_request_that_cannot_be_served_ends_with_an_error_and_others_continue(caplog):
     core = make_core(2)
     core.add(submit("a"))
     core.add(submit("too long", [1] * 60))
     core.add(submit("empty", []))
-    _, reasons = run_to_the_end(core)
+    _, reasons = run_until_idle(core)
     assert reasons == {
         "a": FinishReason.LENGTH,
         "too long": FinishReason.ERROR,
@@ -153,7 +155,7 @@ def test_a_request_that_cannot_be_served_ends_with_an_error_and_the_rest_goes_on
     assert "maximum context length is 60" in caplog.text
 
 
-def test_a_refused_request_alone_is_work():
+def test_a_rejected_request_counts_as_work():
     core = make_core(1)
     core.add(submit("empty", []))
     assert core.has_work
@@ -163,8 +165,8 @@ def test_a_refused_request_alone_is_work():
     assert core.step(1.0) == []
 
 
-def test_after_an_abort_the_step_in_flight_is_still_waited_for():
-    runner = ListedRunner()
+def test_waits_for_the_step_in_flight_after_an_abort():
+    runner = RecordingRunner()
     core = EngineCore(make_scheduler(), runner, depth=2)
     core.add(submit("a"))
     core.step(0.0)
@@ -177,8 +179,8 @@ def test_after_an_abort_the_step_in_flight_is_still_waited_for():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_stats_give_each_step_once(depth):
-    core = EngineCore(make_scheduler(), ListedRunner(), depth=depth)
+def test_stats_report_each_step_once(depth):
+    core = EngineCore(make_scheduler(), RecordingRunner(), depth=depth)
     core.add(submit("a", max_tokens=3))
     core.add(submit("b", max_tokens=2))
     seen = []
@@ -191,10 +193,10 @@ def test_stats_give_each_step_once(depth):
     assert (seen[-1].total_prompt_tokens, seen[-1].total_generation_tokens) == (6, 5)
     core.add(submit("c"))
     core.step(0.0)
-    assert core.stats().num_step_tokens == (3 if depth == 1 else 0), "of a step that has ended"
+    assert core.stats().num_step_tokens == (3 if depth == 1 else 0), "counts only ended steps"
 
 
-def test_a_whole_engine_runs_without_jax():
+def test_an_engine_with_a_fake_runner_runs_without_jax():
     program = """
 import sys
 from jaxserve.config import EngineConfig

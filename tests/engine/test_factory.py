@@ -1,3 +1,5 @@
+"""Building an engine: decisions, warm-up, caches, and settings that are rejected."""
+
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -30,8 +32,8 @@ OPTIONS = (
 
 
 @pytest.fixture(autouse=True)
-def _options_of_jax() -> Iterator[None]:
-    """An engine process has jax to itself; the tests share it."""
+def _restore_jax_options() -> Iterator[None]:
+    """Restores the options of jax that `build` sets, since the tests share one process."""
     before = {option: getattr(jax.config, option) for option in OPTIONS}
     yield
     for option, value in before.items():
@@ -52,7 +54,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 def generate(built: BuiltEngine, prompts: list[list[int]]) -> list[list[int]]:
-    """Eight greedy tokens for each prompt."""
+    """Returns eight greedy tokens for each prompt."""
     for i, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=8, seed=0)
         built.core.add(Submit(str(i), prompt, params))
@@ -63,27 +65,27 @@ def generate(built: BuiltEngine, prompts: list[list[int]]) -> list[list[int]]:
     return tokens
 
 
-def kept_programs(folder: Path) -> set[str]:
-    """The files of steps and samplers in a folder of compiled programs."""
+def cached_programs(folder: Path) -> set[str]:
+    """Returns the names of the files of compiled steps and samplers in a folder."""
     return {path.name for path in folder.glob("jit_*step-*-cache")}
 
 
 PROMPTS = [[5, 6, 7], list(range(40)), [300]]
 
 
-def test_an_engine_serves_what_it_was_built_for_and_the_next_start_compiles_nothing(config):
+def test_builds_an_engine_as_configured_and_the_next_start_compiles_nothing(config):
     reports: list[Progress] = []
     built = build(config, 1, reports.append)
     ready = built.ready
     assert (ready.engine, ready.max_model_len, ready.vocab_size) == (1, 64, 512)
     assert (ready.block_size, ready.num_blocks) == (4, 33)
     assert (ready.max_num_seqs, ready.max_num_batched_tokens) == (2, 16)
-    settled = {what: value for what, value, _ in ready.decisions}
-    assert settled["model"] == "tiny"
-    assert settled["dtype"] == "float32"
-    assert settled["attention"] == "xla"
-    assert settled["layers"] == "scan"
-    assert {"device", "context", "KV cache", "compiled programs"} <= set(settled)
+    decided = {what: value for what, value, _ in ready.decisions}
+    assert decided["model"] == "tiny"
+    assert decided["dtype"] == "float32"
+    assert decided["attention"] == "xla"
+    assert decided["layers"] == "scan"
+    assert {"device", "context", "KV cache", "compiled programs"} <= set(decided)
 
     ended = [report for report in reports if report.seconds is not None]
     assert [report.phase for report in ended] == ["load weights", "allocate KV cache", "compile"]
@@ -97,15 +99,15 @@ def test_an_engine_serves_what_it_was_built_for_and_the_next_start_compiles_noth
 
     folder = Path(config.compile.compilation_cache_dir)
     assert folder.stat().st_mode & 0o077 == 0
-    programs = kept_programs(folder)
+    programs = cached_programs(folder)
     assert len(programs) == num_compilations
     jax.clear_caches()
     again = build(config, 0, reports.append)
-    assert kept_programs(folder) == programs
+    assert cached_programs(folder) == programs
     assert generate(again, PROMPTS) == tokens
 
 
-def test_loop_and_depth_do_not_change_the_tokens(config):
+def test_layer_loop_and_async_scheduling_do_not_change_the_tokens(config):
     tokens = []
     for loop, overlapped in [("scan", False), ("unroll", True)]:
         scheduler = dataclasses.replace(config.scheduler, async_scheduling=overlapped)
@@ -115,7 +117,7 @@ def test_loop_and_depth_do_not_change_the_tokens(config):
     assert tokens[0] == tokens[1]
 
 
-def test_without_warm_up_nothing_is_compiled_at_the_start(config):
+def test_compiles_nothing_at_the_start_without_warm_up(config):
     cold = dataclasses.replace(
         config, compile=CompileConfig(warmup=False, compilation_cache_dir="")
     )
@@ -124,7 +126,7 @@ def test_without_warm_up_nothing_is_compiled_at_the_start(config):
     assert ("compiled programs", "not kept", "as asked") in built.ready.decisions
 
 
-def test_a_folder_that_cannot_be_made_is_done_without(config, tmp_path):
+def test_starts_without_a_cache_if_its_folder_cannot_be_created(config, tmp_path):
     (tmp_path / "file").touch()
     blocked = CompileConfig(warmup=False, compilation_cache_dir=str(tmp_path / "file" / "in"))
     ready = build(dataclasses.replace(config, compile=blocked), 0, lambda _: None).ready
@@ -132,7 +134,7 @@ def test_a_folder_that_cannot_be_made_is_done_without(config, tmp_path):
     assert why.startswith(f"cannot make {tmp_path}")
 
 
-def test_kept_weights_are_those_that_were_converted(config, tmp_path):
+def test_restored_weights_give_the_same_tokens_as_converted_weights(config, tmp_path):
     cold = CompileConfig(warmup=False, compilation_cache_dir="")
     model = dataclasses.replace(config.model, weights_cache=str(tmp_path / "weights"))
     changed = dataclasses.replace(config, compile=cold, model=model)
@@ -150,18 +152,18 @@ def test_kept_weights_are_those_that_were_converted(config, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_dtype_is_chosen_from_what_the_cpu_has(config, auto_chooses, dtype):
+def test_auto_chooses_the_dtype_by_the_instructions_of_the_cpu(config, auto_chooses, dtype):
     auto_chooses(dtype)
     model = dataclasses.replace(config.model, dtype="auto")
     cold = CompileConfig(warmup=False, compilation_cache_dir="")
     built = build(dataclasses.replace(config, model=model, compile=cold), 0, lambda _: None)
-    said = {what: (value, why) for what, value, why in built.ready.decisions}
+    decided = {what: (value, why) for what, value, why in built.ready.decisions}
     instructions = {"float32": "no bfloat16", "bfloat16": "bfloat16"}[dtype]
-    assert said["dtype"] == (dtype, f"this CPU has {instructions} instructions")
+    assert decided["dtype"] == (dtype, f"this CPU has {instructions} instructions")
     assert [len(tokens) for tokens in generate(built, PROMPTS)] == [8, 8, 8]
 
 
-def test_impossible_settings_are_refused(config):
+def test_rejects_a_max_model_len_that_is_too_long(config):
     too_long = dataclasses.replace(config.model, max_model_len=100_000)
     with pytest.raises(ConfigError, match="--max-model-len 100000"):
         build(dataclasses.replace(config, model=too_long), 0, lambda _: None)

@@ -1,3 +1,5 @@
+"""Engine process: its loop, its exit with the front, signals and failures."""
+
 import contextlib
 import os
 import queue
@@ -28,25 +30,25 @@ def submit(request_id, max_tokens=5):
 
 
 class Front:
-    """Runs the loop of an engine in this thread, records its events, and answers them.
+    """Runs an engine loop in this thread, records its events, and sends messages in reply.
 
-    ``answers``: (condition on the event, requests to send the first time that it holds).
+    ``replies``: pairs of a condition on an event and the messages to send when it first holds.
     """
 
-    def __init__(self, *requests, answers=(), model="fake"):
+    def __init__(self, *requests, replies=(), model="fake"):
         self.events = []
         self._inbox = queue.SimpleQueue()
-        self._answers = list(answers)
+        self._replies = list(replies)
         for request in requests:
             self._inbox.put(request)
         config = EngineConfig(model=ModelConfig(model=model))
         core = fake_engine.build(config, 4, lambda _: None).core
-        EngineLoop(4, core, self._inbox, self._hear).run()
+        EngineLoop(4, core, self._inbox, self._receive).run()
 
-    def _hear(self, event):
+    def _receive(self, event):
         self.events.append(event)
-        if self._answers and self._answers[0][0](event):
-            for request in self._answers.pop(0)[1]:
+        if self._replies and self._replies[0][0](event):
+            for request in self._replies.pop(0)[1]:
                 self._inbox.put(request)
 
     def tokens(self, request_id):
@@ -60,7 +62,7 @@ def finishes(request_id):
     )
 
 
-def is_empty(event):
+def is_idle(event):
     return event.stats.num_running + event.stats.num_waiting == 0
 
 
@@ -69,8 +71,8 @@ def quick_heartbeats(monkeypatch):
     monkeypatch.setattr(process, "HEARTBEAT_S", 0.001)
 
 
-def test_loop_runs_requests_until_it_is_told_to_leave():
-    front = Front(submit("a", 5), submit("b", 9), answers=[(finishes("b"), [Shutdown()])])
+def test_loop_runs_requests_until_shutdown():
+    front = Front(submit("a", 5), submit("b", 9), replies=[(finishes("b"), [Shutdown()])])
     for request_id, max_tokens in (("a", 5), ("b", 9)):
         expected = expected_tokens(
             [1, 2, 3], submit("", max_tokens).params, FakeModel(), context_length=1024
@@ -79,13 +81,13 @@ def test_loop_runs_requests_until_it_is_told_to_leave():
     assert {event.engine for event in front.events} == {4}
 
 
-def test_loop_acts_on_requests_in_the_order_they_came():
+def test_loop_handles_messages_in_order():
     # Only the second "a" may run: the abort belongs to the first.
     front = Front(
         submit("a", 100),
         Abort(["a", "unknown"]),
         submit("a", 3),
-        answers=[(finishes("a"), [Shutdown()])],
+        replies=[(finishes("a"), [Shutdown()])],
     )
     assert len(front.tokens("a")) == 3
 
@@ -93,36 +95,36 @@ def test_loop_acts_on_requests_in_the_order_they_came():
 def test_loop_aborts_before_the_next_step():
     front = Front(
         submit("a", 900),
-        answers=[(lambda e: e.outputs, [Abort(["a"])]), (is_empty, [Shutdown()])],
+        replies=[(lambda e: e.outputs, [Abort(["a"])]), (is_idle, [Shutdown()])],
     )
     # One step was in flight, and a second may have been started before the abort was seen.
     assert len(front.tokens("a")) <= 3
     assert front.events[-1].stats.kv_usage == 0
 
 
-def test_loop_says_so_when_an_abort_leaves_it_idle(monkeypatch):
+def test_loop_sends_an_event_when_an_abort_leaves_the_engine_idle(monkeypatch):
     monkeypatch.setattr(process, "HEARTBEAT_S", 3600)
-    answers = [(lambda e: e.outputs, [Abort(["a"])]), (is_empty, [Shutdown()])]
-    assert Front(submit("a", 900), answers=answers).events[-1].stats.num_running == 0
+    replies = [(lambda e: e.outputs, [Abort(["a"])]), (is_idle, [Shutdown()])]
+    assert Front(submit("a", 900), replies=replies).events[-1].stats.num_running == 0
 
 
-def test_loop_leaves_in_the_middle_of_work():
-    front = Front(submit("a", 900), answers=[(lambda e: e.outputs, [Shutdown()])])
+def test_shutdown_ends_the_loop_while_a_request_is_running():
+    front = Front(submit("a", 900), replies=[(lambda e: e.outputs, [Shutdown()])])
     assert 0 < len(front.tokens("a")) < 5
 
 
 def test_idle_loop_sends_heartbeats():
     beats = []
 
-    def third(event):
+    def is_third(event):
         beats.append(event)
         return len(beats) == 3
 
-    front = Front(answers=[(third, [Shutdown()])])
-    assert [(event.outputs, is_empty(event)) for event in front.events] == [([], True)] * 3
+    front = Front(replies=[(is_third, [Shutdown()])])
+    assert [(event.outputs, is_idle(event)) for event in front.events] == [([], True)] * 3
 
 
-def test_counts_include_what_came_during_the_step():
+def test_stats_include_requests_that_arrived_during_the_step():
     inbox, events = queue.SimpleQueue(), []
 
     class Core:
@@ -139,18 +141,18 @@ def test_counts_include_what_came_during_the_step():
         def stats(self):
             return StepStats(num_waiting=len(self.added))
 
-    def hear(event):
+    def receive(event):
         events.append(event)
         if len(events) == 3:
             inbox.put(Shutdown())
 
-    EngineLoop(0, Core(), inbox, hear).run()
+    EngineLoop(0, Core(), inbox, receive).run()
     assert [event.stats.num_waiting for event in events] == [1, 2, 3]
 
 
 def test_a_request_that_cannot_be_served_ends_with_an_error():
     too_long = Submit("a", [1] * 5000, SamplingParams(seed=0))
-    front = Front(too_long, submit("b"), answers=[(finishes("b"), [Shutdown()])])
+    front = Front(too_long, submit("b"), replies=[(finishes("b"), [Shutdown()])])
     outputs = [o for event in front.events for o in event.outputs if o.request_id == "a"]
     assert [output.finish_reason for output in outputs] == [FinishReason.ERROR]
     assert len(front.tokens("b")) == 5
@@ -161,13 +163,13 @@ def test_a_failing_step_ends_the_loop():
         Front(submit("a"), model="fake:fail_on_step=2")
 
 
-def test_failure_of_a_user_is_its_message_and_one_of_ours_has_a_traceback():
-    told = failure(2, CheckpointError("no such file: x"))
-    assert (told.engine, told.message) == (2, "no such file: x")
-    assert (told.is_user_error, told.error_type) == (True, "CheckpointError")
-    told = failure(0, ZeroDivisionError("by zero"))
-    assert (told.message, told.is_user_error) == ("ZeroDivisionError: by zero", False)
-    assert "ZeroDivisionError: by zero" in told.traceback
+def test_failure_tells_user_errors_from_internal_errors():
+    event = failure(2, CheckpointError("no such file: x"))
+    assert (event.engine, event.message) == (2, "no such file: x")
+    assert (event.is_user_error, event.error_type) == (True, "CheckpointError")
+    event = failure(0, ZeroDivisionError("by zero"))
+    assert (event.message, event.is_user_error) == ("ZeroDivisionError: by zero", False)
+    assert "ZeroDivisionError: by zero" in event.traceback
 
 
 FRONT = """
@@ -209,7 +211,7 @@ def start_front(tmp_path, *, factory=FAKE, model="fake"):
 
 @pytest.fixture
 def front(tmp_path):
-    """A front that runs, and its engines."""
+    """Starts a front with two engines and returns both; kills them at the end."""
     with start_front(tmp_path) as front:
         assert front.stdout.readline() == "ready\n"
         pids = [child.pid for child in psutil.Process(front.pid).children()]
@@ -224,12 +226,12 @@ def front(tmp_path):
         os.close(engine)
 
 
-def assert_they_end(engines):
+def assert_engines_exit(engines):
     for pid, engine in engines.items():
         assert select.select([engine], [], [], 20)[0], f"engine {pid} outlived its front"
 
 
-def test_no_engine_outlives_a_front_that_is_killed(front):
+def test_no_engine_outlives_a_killed_front(front):
     front, engines = front
     # A stopped process cannot notice that its input has ended.
     stopped = psutil.Process(next(iter(engines)))
@@ -237,20 +239,20 @@ def test_no_engine_outlives_a_front_that_is_killed(front):
     while stopped.status() != psutil.STATUS_STOPPED:
         time.sleep(0.001)
     front.kill()
-    assert_they_end(engines)
+    assert_engines_exit(engines)
 
 
-def test_an_interrupt_of_the_whole_group_is_the_fronts_to_handle(front):
+def test_an_interrupt_reaches_only_the_front(front):
     front, engines = front
     assert len({os.getpgid(pid) for pid in (front.pid, *engines)}) == 3
     front.send_signal(signal.SIGINT)
     _, stderr = front.communicate(timeout=60)
     assert stderr.endswith("KeyboardInterrupt\n")
     assert "engine/process.py" not in stderr
-    assert_they_end(engines)
+    assert_engines_exit(engines)
 
 
-def test_an_error_of_the_user_is_one_line(tmp_path):
+def test_a_user_error_is_one_line(tmp_path):
     with start_front(tmp_path, model="fake:bogus=1") as front:
         stdout, stderr = front.communicate(timeout=60)
     assert front.returncode == 1
@@ -259,7 +261,7 @@ def test_an_error_of_the_user_is_one_line(tmp_path):
     assert "fake:bogus=1" in stderr
 
 
-def test_an_error_of_ours_is_a_traceback_and_its_last_line_once_more(tmp_path):
+def test_an_internal_error_prints_a_traceback_and_repeats_its_last_line(tmp_path):
     factory = "def build(*args):\n    raise OSError('the disk is on fire')\n"
     (tmp_path / "burning.py").write_text(factory)
     with start_front(tmp_path, factory="burning:build") as front:
@@ -270,7 +272,7 @@ def test_an_error_of_ours_is_a_traceback_and_its_last_line_once_more(tmp_path):
     assert lines[-1].startswith("engine ")
 
 
-def test_what_an_engine_prints_goes_to_standard_error(tmp_path):
+def test_standard_output_of_an_engine_goes_to_standard_error(tmp_path):
     (tmp_path / "talking.py").write_text(
         "import os\n"
         "def build(*args):\n    os.write(1, b'a line of a library\\n')\n    raise SystemExit(3)\n"
@@ -312,14 +314,14 @@ asyncio.run(main())
 
 
 def test_an_idle_engine_and_its_front_use_no_cpu():
-    # A process of its own, so that all threads of a front count and those of other tests do not.
+    # In its own process, so that all threads of a front count, and threads of other tests do not.
     done = subprocess.run(
         [sys.executable, "-c", IDLE_FRONT], capture_output=True, text=True, check=True
     )
     assert float(done.stdout) < 0.1
 
 
-async def test_interrupts_and_polite_kills_are_left_to_the_front(client):
+async def test_an_engine_ignores_sigint_and_sigterm(client):
     (engine,) = [c for c in psutil.Process().children() if "jaxserve.engine.process" in c.cmdline()]
     for _ in range(2):
         engine.send_signal(signal.SIGINT)
@@ -331,7 +333,7 @@ async def test_interrupts_and_polite_kills_are_left_to_the_front(client):
     client.check_health()
 
 
-async def test_an_engine_that_cannot_send_does_not_live_on(tmp_path, monkeypatch):
+async def test_an_engine_that_cannot_send_exits(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("jaxserve.client.engine_client.EXIT_REASON_TIMEOUT_S", 0.01)
     (tmp_path / "odd.py").write_text(

@@ -1,4 +1,4 @@
-"""Sizes are settled once, from what was asked for and what the device has."""
+"""Sizes of an engine: defaults, memory, and settings that are rejected."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ def sizes(device: Device = CPU, *, context: int = 2048, token_bytes: int = 1024,
         ("float32", GPU, "float32"),
     ],
 )
-def test_dtype(asked, device: Device, expected: str) -> None:
+def test_resolves_the_dtype(asked, device: Device, expected: str) -> None:
     dtype, decision = resolve_dtype(ModelConfig(dtype=asked), device)
     assert dtype == expected
     assert (decision is None) == (asked != "auto")
@@ -50,7 +50,7 @@ def test_defaults_depend_on_the_platform() -> None:
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == (256, 8192)
 
 
-def test_a_config_is_not_written_back() -> None:
+def test_does_not_change_the_config() -> None:
     config = EngineConfig()
     before = dataclasses.asdict(config)
     resolve_sizes(config, CPU, context_length=512, bytes_per_token=64)
@@ -64,32 +64,32 @@ def test_pool_is_no_larger_than_the_requests_can_use() -> None:
     assert sizes().num_blocks == 64 * 128 + 1
 
 
-def test_pool_on_a_cpu_is_modest() -> None:
+def test_pool_on_a_cpu_takes_768_mib_by_default() -> None:
     # 64 KiB a token: 64 full requests would take 8 GiB.
     result = sizes(token_bytes=64 * 1024)
     assert (result.num_blocks - 1) * 16 * 64 * 1024 == 768 * MIB
 
 
 def test_pool_on_a_cpu_grows_for_one_long_request() -> None:
-    # One request of 32768 tokens takes 1 GiB at 32 KiB a token, more than the modest default.
+    # One request of 32768 tokens takes 1 GiB at 32 KiB a token, more than the default of 768 MiB.
     result = sizes(context=32768, token_bytes=32 * 1024)
     assert result.max_model_len == 32768
     assert (result.num_blocks - 1) * 16 == 32768
 
 
-def test_pool_on_a_gpu_takes_what_is_left() -> None:
+def test_pool_on_a_gpu_takes_the_free_memory() -> None:
     result = sizes(GPU, context=131072, token_bytes=256 * 1024)
     assert result.num_blocks == 60 * GIB // (16 * 256 * 1024) + 1
 
 
-def test_context_is_reduced_to_the_memory_and_it_says_so() -> None:
+def test_reduces_the_context_to_fit_the_memory_and_reports_the_reason() -> None:
     result = sizes(dataclasses.replace(CPU, free_bytes=2 * GIB), context=131072, token_bytes=65536)
     assert result.max_model_len == (result.num_blocks - 1) * 16 == GIB // 65536
     context = next(d for d in result.decisions if d.what == "context")
     assert "reduced from the model's 131072" in context.why
 
 
-def test_asked_sizes_are_taken() -> None:
+def test_uses_the_configured_sizes() -> None:
     result = sizes(
         model=ModelConfig(max_model_len=100),
         cache=CacheConfig(num_blocks=9, block_size=16),
@@ -98,7 +98,7 @@ def test_asked_sizes_are_taken() -> None:
     assert dataclasses.astuple(result)[:5] == (100, 16, 9, 3, 7)
 
 
-def test_a_context_that_does_not_fit_names_the_largest_that_would() -> None:
+def test_rejects_a_context_that_does_not_fit_and_names_the_largest_that_fits() -> None:
     with pytest.raises(ConfigError, match="the largest that fits is 128"):
         sizes(model=ModelConfig(max_model_len=129), cache=CacheConfig(num_blocks=9))
 
@@ -121,18 +121,17 @@ def test_a_context_that_does_not_fit_names_the_largest_that_would() -> None:
         ),
     ],
 )
-def test_impossible_settings_are_refused(groups, message: str) -> None:
+def test_rejects_impossible_settings(groups, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sizes(**groups)
 
 
-def test_no_memory_at_all_is_refused() -> None:
+def test_rejects_a_device_without_memory_for_a_cache() -> None:
     with pytest.raises(ConfigError, match="no memory for a KV cache"):
         sizes(dataclasses.replace(GPU, free_bytes=1000))
 
 
-def test_what_is_settled_always_fits() -> None:
-    """Whatever the memory, the model and the block size."""
+def test_resolved_sizes_always_fit() -> None:
     memory = (MIB, 100 * MIB, 3 * GIB, 80 * GIB)
     for free, context, token_bytes, block_size, device in itertools.product(
         memory, (16, 1000, 131072), (100, 70_000), (1, 16, 128), (CPU, GPU)

@@ -1,3 +1,5 @@
+"""Progress of a start: the reports of a phase, and the lines that are printed."""
+
 import io
 import queue
 
@@ -21,7 +23,7 @@ def test_a_phase_reports_start_updates_and_duration():
     assert last.seconds is not None
 
 
-def test_a_silent_phase_repeats_what_it_said_last(monkeypatch):
+def test_a_silent_phase_repeats_its_last_report(monkeypatch):
     monkeypatch.setattr(startup, "REPEAT_S", 0.001)
     reports: queue.Queue[Progress] = queue.Queue()
     with Phase(0, "read", "bytes", reports.put) as phase:
@@ -32,14 +34,14 @@ def test_a_silent_phase_repeats_what_it_said_last(monkeypatch):
                 pass
 
 
-def test_a_phase_that_fails_does_not_say_that_it_ended():
+def test_a_failed_phase_does_not_report_an_end():
     reports: list[Progress] = []
     with pytest.raises(RuntimeError), Phase(0, "read", "bytes", reports.append):
         raise RuntimeError
     assert all(report.seconds is None for report in reports)
 
 
-def test_describe() -> None:
+def test_describe_names_the_engine_the_phase_and_the_counts() -> None:
     assert describe(Progress(0, "load weights", 3, 10, "tensors")) == (
         "engine 0: load weights: 3 of 10 tensors"
     )
@@ -47,7 +49,7 @@ def test_describe() -> None:
     assert describe(ended) == "engine 1: compile: 4 programs, 128 rows, 2.2 s"
 
 
-def test_only_ends_are_printed_while_it_goes_fast() -> None:
+def test_prints_only_the_end_of_a_fast_phase() -> None:
     out = io.StringIO()
     lines = ProgressLines(out)
     for done in range(100):
@@ -56,7 +58,7 @@ def test_only_ends_are_printed_while_it_goes_fast() -> None:
     assert out.getvalue() == "engine 0: load weights: 100 of 100 tensors, 0.1 s\n"
 
 
-def test_a_slow_phase_shows_life(monkeypatch) -> None:
+def test_prints_updates_of_a_slow_phase(monkeypatch) -> None:
     out = io.StringIO()
     lines = ProgressLines(out)
     monkeypatch.setattr("jaxserve.engine.startup.INTERVAL_S", 0.0)

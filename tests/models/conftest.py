@@ -1,4 +1,4 @@
-"""Running a model as an engine would: packed steps over a paged cache with shuffled blocks."""
+"""Runs a model as an engine does: packed steps over a paged cache with shuffled blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class InMemory:
 
 
 class PagedModel:
-    """A model and the cache of its requests; request r owns its own shuffled blocks.
+    """A model and the paged cache of its requests, each of which owns shuffled blocks.
 
     `step` takes the new tokens of each request and returns the logits after each of them.
     """
@@ -69,7 +69,7 @@ class PagedModel:
     def step(
         self, tokens: Sequence[Sequence[int]], *, num_tokens: int = 0, decode_only: bool = False
     ) -> list[np.ndarray]:
-        """``num_tokens`` pads the step; at least 2, since one-token programs are slow on a CPU."""
+        """Pads a step to ``num_tokens``, or to 2, since programs of one token are slow on a CPU."""
         counts = [len(part) for part in tokens]
         num_tokens = max(num_tokens, sum(counts), 2)
         pad_rows = num_tokens - len(counts) if decode_only else 1

@@ -1,4 +1,4 @@
-"""What a step of a model does besides being right: memory, dtypes, names in profiles."""
+"""Steps of a model: memory, dtypes, and names in profiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_BLOCKS = 512
 
 @pytest.fixture
 def lower(in_memory):
-    """``lower(loop, dtype, decode_only=...)``: the step of a tiny model, traced."""
+    """``lower(loop, dtype, decode_only=...)``: a lowered step of a tiny model, and its cache."""
 
     def make(loop: Literal["scan", "unroll"], dtype: str, *, decode_only: bool):
         config = tiny_config(num_hidden_layers=3)
@@ -54,7 +54,7 @@ def lower(in_memory):
 @pytest.mark.parametrize("decode_only", [True, False])
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
 def test_the_cache_is_written_in_place(lower, loop, decode_only):
-    """No copy of it, nor of one layer, at any time."""
+    """At no time is there a copy of the cache, nor of one layer of it."""
     lowered, kv = lower(loop, "float32", decode_only=decode_only)
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= kv.k.nbytes + kv.v.nbytes
@@ -62,14 +62,14 @@ def test_the_cache_is_written_in_place(lower, loop, decode_only):
 
 
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
-def test_logits_are_float32_and_the_cache_keeps_its_type(lower, loop):
+def test_logits_are_float32_and_the_cache_keeps_its_dtype(lower, loop):
     lowered, _ = lower(loop, "bfloat16", decode_only=True)
     logits, kv = lowered.out_info
     assert logits.dtype == jnp.float32
     assert {kv.k.dtype, kv.v.dtype} == {jnp.dtype("bfloat16")}
 
 
-def test_blocks_are_named_in_profiles(lower):
+def test_profiles_name_the_parts_of_each_layer(lower):
     text = lower("unroll", "float32", decode_only=True)[0].as_text(debug_info=True)
     for name in ("embed", "layer_2/attention", "layer_2/mlp", "logits"):
         assert name in text

@@ -1,4 +1,4 @@
-"""Reading config.json: forms of all ages, and what is refused."""
+"""Reading config.json: old and new forms, and configs that are rejected."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def family(name: str, **changes) -> ModelSpec:
     return spec(architectures=[f"{name}ForCausalLM"], **changes)
 
 
-def test_defaults_of_a_bare_config():
-    bare = spec()
-    assert (bare.num_kv_heads, bare.head_dim, bare.activation) == (4, 16, "silu")
-    assert (bare.norm_eps, bare.rope.theta, bare.rope.scaling) == (1e-6, 10000.0, None)
-    assert bare.windows == (None,) * 4
-    assert bare.context_length == 2048
-    assert {bare.qkv_bias, bare.attention_output_bias, bare.mlp_bias} == {False}
-    assert {bare.qk_norm, bare.tied_head} == {False}
+def test_defaults_of_a_minimal_config():
+    minimal = spec()
+    assert (minimal.num_kv_heads, minimal.head_dim, minimal.activation) == (4, 16, "silu")
+    assert (minimal.norm_eps, minimal.rope.theta, minimal.rope.scaling) == (1e-6, 10000.0, None)
+    assert minimal.windows == (None,) * 4
+    assert minimal.context_length == 2048
+    assert {minimal.qkv_bias, minimal.attention_output_bias, minimal.mlp_bias} == {False}
+    assert {minimal.qk_norm, minimal.tied_head} == {False}
 
 
-def test_is_hashable():
+def test_a_spec_is_hashable():
     assert hash(spec()) == hash(spec())
     assert spec() != spec(vocab_size=7)
 
@@ -64,7 +64,7 @@ def test_null_is_the_same_as_missing():
     assert qwen == family("Qwen2")
 
 
-def test_numbers_may_be_text():
+def test_numbers_may_be_strings():
     assert spec(rms_norm_eps="1e-5").norm_eps == 1e-5
     assert spec(rope_theta="500000").rope.theta == 5e5
 
@@ -125,7 +125,7 @@ def test_numbers_may_be_text():
         ),
     ],
 )
-def test_rope_in_every_form(changes, theta, scaling):
+def test_reads_rope_in_every_form(changes, theta, scaling):
     rope = spec(**changes).rope
     assert (rope.theta, rope.head_dim, rope.scaling) == (theta, 16, scaling)
 
@@ -140,11 +140,11 @@ def test_rope_in_every_form(changes, theta, scaling):
         ({"type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}, 2048),
     ],
 )
-def test_context_length_counts_what_scaling_adds(scaling, context):
+def test_context_length_includes_rope_scaling(scaling, context):
     assert spec(rope_scaling=scaling).context_length == context
 
 
-def test_windows_of_each_family():
+def test_reads_the_sliding_windows_of_each_family():
     assert family("Llama", sliding_window=8).windows == (None,) * 4
     assert family("Mistral").windows == (4096,) * 4
     assert family("Mistral", sliding_window=8).windows == (8,) * 4
@@ -164,7 +164,7 @@ def test_windows_of_each_family():
     assert mixed.windows == (8, None, 8, None)
 
 
-def test_what_each_family_adds():
+def test_reads_the_biases_and_norms_of_each_family():
     qwen2 = family("Qwen2")
     assert (qwen2.qkv_bias, qwen2.attention_output_bias, qwen2.qk_norm) == (True, False, False)
     qwen3 = family("Qwen3")
@@ -194,7 +194,7 @@ def test_what_each_family_adds():
         ),
     ],
 )
-def test_what_is_not_implemented_is_named(changes, message):
+def test_names_features_that_are_not_implemented(changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         spec(**changes)
 
@@ -231,11 +231,11 @@ def test_what_is_not_implemented_is_named(changes, message):
         ),
     ],
 )
-def test_nonsense_is_refused(changes, message):
+def test_rejects_invalid_values(changes, message):
     with pytest.raises(CheckpointError, match=message):
         spec(**changes)
 
 
-def test_registry_has_a_class_for_each_architecture():
+def test_reads_a_config_of_each_architecture():
     for architecture in MODELS:
         assert read_spec(BASE | {"architectures": [architecture]}).num_layers == 4

@@ -1,4 +1,4 @@
-"""Loading weights: whole checkpoints, what is refused, progress, memory."""
+"""Loading weights: layouts, dtypes, progress, memory, and checkpoints that are rejected."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def load(checkpoint, config, *, dtype="float32", loop="unroll", on_progress=None
 def test_parameters_are_laid_out_for_the_loop(in_memory):
     config = tiny_config()
     weights = random_tensors(config)
-    apart = load(in_memory(weights), config, loop="unroll")
+    separate = load(in_memory(weights), config, loop="unroll")
     stacked = load(in_memory(weights), config, loop="scan")
     for layer in (0, 1):
         prefix = f"model.layers.{layer}.self_attn"
         want = np.concatenate([weights[f"{prefix}.{p}_proj.weight"].T for p in "qkv"], axis=1)
-        np.testing.assert_array_equal(apart["layers"][layer]["attention"]["qkv"]["weight"], want)
+        np.testing.assert_array_equal(separate["layers"][layer]["attention"]["qkv"]["weight"], want)
         fused = stacked["layers"]["attention"]["qkv"]["weight"]
         np.testing.assert_array_equal(fused[layer], want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
-def test_parameters_have_the_dtype_and_progress_adds_up(in_memory, dtype, loop):
+def test_parameters_have_the_requested_dtype_and_progress_adds_up(in_memory, dtype, loop):
     config = tiny_config("Qwen2ForCausalLM")
     seen: list[tuple[int, int]] = []
     params = load(
@@ -52,7 +52,7 @@ def test_parameters_have_the_dtype_and_progress_adds_up(in_memory, dtype, loop):
     assert len(seen) == len(random_tensors(config))
 
 
-def test_buffers_of_older_checkpoints_are_ignored(in_memory):
+def test_ignores_buffers_of_older_checkpoints(in_memory):
     config = tiny_config()
     weights = random_tensors(config)
     extra = {
@@ -63,7 +63,7 @@ def test_buffers_of_older_checkpoints_are_ignored(in_memory):
     load(in_memory(weights | extra), config)
 
 
-def test_what_lies_beside_the_model_is_passed_over_with_a_warning(in_memory, caplog):
+def test_skips_tensors_outside_the_model_with_a_warning(in_memory, caplog):
     config = tiny_config(tie_word_embeddings=True)
     weights = random_tensors(config)
     load(in_memory(weights | {"optimizer.step": np.zeros(1), "odd": np.zeros(1)}), config)
@@ -73,7 +73,7 @@ def test_what_lies_beside_the_model_is_passed_over_with_a_warning(in_memory, cap
             load(in_memory(weights | {name: np.zeros(1)}), config)
 
 
-def test_names_of_the_base_model_alone(in_memory):
+def test_accepts_the_tensor_names_of_a_base_model(in_memory):
     config = tiny_config(tie_word_embeddings=True)
     weights = random_tensors(config)
     base = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
@@ -84,7 +84,7 @@ def test_names_of_the_base_model_alone(in_memory):
         load(in_memory(base | {"layers.0.self_attn.q_proj.bias": np.zeros(64)}), config)
 
 
-def test_copy_of_a_tied_head_is_ignored_and_no_other(in_memory):
+def test_ignores_a_copy_of_a_tied_head_and_requires_an_untied_head(in_memory):
     config = tiny_config(tie_word_embeddings=True)
     weights = random_tensors(config)
     head = {"lm_head.weight": weights["model.embed_tokens.weight"]}
@@ -93,14 +93,14 @@ def test_copy_of_a_tied_head_is_ignored_and_no_other(in_memory):
         load(in_memory(weights), tiny_config())
 
 
-def test_bias_that_the_config_does_not_have_is_refused(in_memory):
+def test_rejects_a_bias_that_the_config_lacks(in_memory):
     config = tiny_config()
     bias = {"model.layers.0.self_attn.q_proj.bias": np.zeros(64)}
     with pytest.raises(CheckpointError, match="layers.0.self_attn.q_proj.bias"):
         load(in_memory(random_tensors(config) | bias), config)
 
 
-def test_names_are_checked_before_anything_is_read(in_memory):
+def test_checks_names_before_reading_weights(in_memory):
     config = tiny_config()
     checkpoint = in_memory({**random_tensors(config), "model.odd": np.zeros(1)})
     checkpoint.tensors = lambda: pytest.fail("weights were read")
@@ -108,7 +108,7 @@ def test_names_are_checked_before_anything_is_read(in_memory):
         load(checkpoint, config)
 
 
-def test_wrong_shape_is_refused(in_memory):
+def test_rejects_a_wrong_shape(in_memory):
     config = tiny_config()
     weights = random_tensors(config)
     weights["model.norm.weight"] = np.zeros(65)
@@ -116,7 +116,7 @@ def test_wrong_shape_is_refused(in_memory):
         load(in_memory(weights), config)
 
 
-def test_layers_that_differ_cannot_be_looped_over():
+def test_rejects_a_loop_over_layers_that_differ():
     config = tiny_config(
         "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=4, max_window_layers=1
     )
@@ -124,8 +124,8 @@ def test_layers_that_differ_cannot_be_looped_over():
         build_model(read_spec(config), loop="scan")
 
 
-def test_tensors_are_let_go_as_they_are_placed(in_memory):
-    """Reading one tensor, no more than the one before it is still alive."""
+def test_releases_each_tensor_after_placing_it(in_memory):
+    """When a tensor is read, at most the tensor before it is still alive."""
     config = tiny_config()
     weights = random_tensors(config)
     alive: list[weakref.ref] = []

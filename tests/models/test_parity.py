@@ -1,4 +1,4 @@
-"""Logits of every family and rope scaling, against those of `transformers` (tests/golden)."""
+"""Logits of every family and rope scaling, compared with `transformers` (tests/golden)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = [*((name, "scan") for name in LOOPED), *((name, "unroll") for name in UN
 
 
 def assert_close(logits: np.ndarray, name: str, at: int | slice = slice(None)) -> None:
-    """Compares with float32 logits of `transformers`, all or those at a position."""
+    """Compares with float32 logits of `transformers`, at all positions or at one."""
     tolerance.assert_close(logits, GOLDEN[name][at], num_tokens=len(PROMPT), config=CONFIGS[name])
 
 
@@ -31,7 +31,7 @@ def test_every_architecture_is_covered():
 
 @pytest.mark.parametrize(("name", "loop"), CASES)
 def test_logits_equal_those_of_transformers(name, loop, paged_model, in_memory, rng):
-    """The prompt whole, and cut into pieces, in the same steps as each other."""
+    """Runs the whole prompt and, in the same steps, the prompt in three chunks."""
     config = CONFIGS[name]
     model = paged_model(in_memory(random_tensors(config)), config, loop=loop)
     model.start(2, 64, rng)
@@ -44,8 +44,8 @@ def test_logits_equal_those_of_transformers(name, loop, paged_model, in_memory, 
 
 
 @pytest.mark.parametrize("name", ["llama-dynamic", "mistral"])
-def test_logits_of_decode_steps(name, paged_model, in_memory, rng):
-    """A prompt, then one token a step."""
+def test_logits_of_decode_steps_equal_those_of_transformers(name, paged_model, in_memory, rng):
+    """Runs two prompts, then one token per step."""
     config = CONFIGS[name]
     model = paged_model(in_memory(random_tensors(config)), config, loop="scan")
     model.start(2, 64, rng)

@@ -1,4 +1,4 @@
-"""The default model, token for token as `transformers` (tests/golden)."""
+"""The default model, compared with `transformers` (tests/golden)."""
 
 from __future__ import annotations
 

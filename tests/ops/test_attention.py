@@ -1,4 +1,4 @@
-"""Every attention backend against float64 numpy, on caches whose unused slots are poisoned."""
+"""Every attention backend, compared with float64 numpy on caches with NaN in unused slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.ops.attention import BACKENDS, AttentionMeta, KVCache, load
 from jaxserve.testing.tolerance import rounding, unit
 
 CONTEXTS = (0, 1, 15, 16, 17, 31, 33, 200)
-LARGEST = 5.0  # of a hundred thousand numbers that are standard normal
+LARGEST = 5.0  # the largest of a hundred thousand standard normal numbers
 NUM_LAYERS = 2
 LAYER = 1
 CPU = Device(platform="cpu", kind="some CPU", free_bytes=0, has_native_bf16=False)
@@ -53,7 +53,7 @@ class Step:
 
 
 def make(case: Case, rng: np.random.Generator, dtype=np.float32) -> Step:
-    """Shuffled blocks, NaN in every slot without a token, wild ids in unused table entries."""
+    """Returns shuffled blocks, NaN in unused slots, and invalid IDs in unused table entries."""
     size, lens, queries = case.block_size, case.seq_lens, case.query_lens
     num_rows = len(lens) + case.pad_rows
     num_tokens = sum(queries) + case.pad_tokens
@@ -103,7 +103,7 @@ def padded(values, length: int, fill: int) -> jax.Array:
 
 
 def expected(case: Case, step: Step, scale: float) -> np.ndarray:
-    """float64[real tokens, heads, head_dim], query by query."""
+    """Returns float64[tokens without padding, heads, head_dim], computed query by query."""
     out, token = [], 0
     for row, (n, new) in enumerate(zip(case.seq_lens, case.query_lens, strict=True)):
         for position in range(n - new, n):
@@ -134,7 +134,7 @@ def run(backend_name: str, case: Case, step: Step, scale: float) -> np.ndarray:
 
 
 def tolerance(case: Case) -> float:
-    """How far attention with float32 sums may be from float64.
+    """Returns the largest error allowed for attention with float32 sums.
 
     Queries, keys and values are standard normal, and so are scores at a scale of
     ``head_dim ** -0.5``. An error of a score is a relative error of a weight; the output is a mean
@@ -185,8 +185,8 @@ FOR_KERNELS = ("decode-padded", "mixed", "decode-window-soft-cap", "mixed-window
 def on_backends(names: Iterable[str]) -> pytest.MarkDecorator:
     """Runs a test with each backend and case.
 
-    On a CPU the kernels are interpreted, which is slow, and they have tests of their own: here they
-    only run the cases that show that the arguments reach them.
+    On a CPU the kernels are interpreted, which is slow, and they have their own tests. Here they
+    run only the cases that show that the arguments reach them.
     """
     runs = [(b, n) for b in BACKENDS for n in names if b != "pallas_triton" or n in FOR_KERNELS]
     return pytest.mark.parametrize(("backend", "name"), runs)
@@ -225,8 +225,8 @@ def test_cache_may_be_wider_than_the_activations(backend, name, rng):
 
 
 @on_backends(["decode-padded", "mixed"])
-def test_padding_stays_finite_when_its_query_is(backend: str, name: str, rng):
-    """Rows of padding run through the rest of the model: nothing there may overflow or trap."""
+def test_padding_stays_finite_with_finite_queries(backend: str, name: str, rng):
+    """Padding runs through the rest of the model, where nothing may overflow or trap."""
     case = CASES[name]
     step = make(case, rng)
     step = replace(step, q=np.nan_to_num(step.q, nan=1.0))
@@ -239,13 +239,13 @@ def test_large_scores_do_not_overflow(backend: str, rng: np.random.Generator):
     step = make(case, rng)
     got = run(backend, case, step, 1e4)
     want = expected(case, step, 1e4)
-    # The scores are thousands apart, so a weight is 0 or 1, with nothing of their own error.
+    # The scores are thousands apart, so a weight is 0 or 1 and their own errors do not count.
     atol = rounding("float32", max(case.seq_lens), scale=LARGEST)
     np.testing.assert_allclose(got[: len(want)], want, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_write_touches_its_own_slots_only(backend: str, rng: np.random.Generator):
+def test_write_changes_only_its_own_slots(backend: str, rng: np.random.Generator):
     case = CASES["mixed"]
     step = make(case, rng)
     before = np.nan_to_num(np.stack([step.kv.k, step.kv.v]), nan=-1.0)

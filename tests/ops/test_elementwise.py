@@ -1,4 +1,4 @@
-"""Activations against their definitions, RMS normalisation against float64."""
+"""Activations and RMS normalisation, compared with float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_activation_equals_its_definition(name: str):
 
 
 STEPS = 4
-"""The roundings of a norm after its sum: of the mean, the root and two products."""
+"""The number of roundings of a norm after its sum: the mean, the root and two products."""
 
 
 def reference(x, weight, eps: float) -> np.ndarray:
@@ -40,7 +40,7 @@ def reference(x, weight, eps: float) -> np.ndarray:
     return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * weight.astype(np.float64)
 
 
-def test_a_norm_equals_float64(rng: np.random.Generator):
+def test_rms_norm_equals_float64(rng: np.random.Generator):
     x = rng.standard_normal((7, 3, 576)).astype(np.float32) * 10
     weight = rng.standard_normal(576).astype(np.float32)
     got = np.asarray(rms_norm(jnp.asarray(x), jnp.asarray(weight), eps=1e-5))
@@ -49,7 +49,7 @@ def test_a_norm_equals_float64(rng: np.random.Generator):
     )
 
 
-def test_eps_counts_and_zero_stays_zero(rng: np.random.Generator):
+def test_rms_norm_adds_eps_and_keeps_zeros(rng: np.random.Generator):
     x = np.stack([np.zeros(64), rng.standard_normal(64) * 1e-3]).astype(np.float32)
     weight = np.ones(64, np.float32)
     got = np.asarray(rms_norm(jnp.asarray(x), jnp.asarray(weight), eps=1e-5))
@@ -58,7 +58,7 @@ def test_eps_counts_and_zero_stays_zero(rng: np.random.Generator):
     )
 
 
-def test_half_precision_squares_in_float32():
+def test_rms_norm_of_half_precision_squares_in_float32():
     x = np.full((1, 64), 400, np.float16)  # 400 ** 2 is beyond float16
     got = rms_norm(jnp.asarray(x), jnp.ones(64, jnp.float16), eps=1e-5)
     assert got.dtype == np.float16

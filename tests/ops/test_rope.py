@@ -1,4 +1,4 @@
-"""Rotary embedding against the textbook formula in float64; scalings by what they promise."""
+"""Rotary embedding, compared with its formula in float64, and the scalings of its frequencies."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from jaxserve.testing.tolerance import rounding, unit
 HEAD_DIM = 64
 THETA = 10000.0
 PLAIN = THETA ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-FREQUENCY = 10 * unit("float32")
+FREQUENCY_ERROR = 10 * unit("float32")
 """The relative error of a frequency: a power is right to four units in the last place, which are
-eight roundings, and there are two divisions. That of an angle is as large: it grows with it."""
+eight roundings, and there are two divisions. The relative error of an angle is the same."""
 
 
 def angles(positions, rope: Rope) -> np.ndarray:
@@ -38,11 +38,11 @@ def test_rotation_is_a_complex_product(rng: np.random.Generator):
     cos, sin = cos_sin(jnp.asarray(positions), Rope(THETA, HEAD_DIM))
     got = np.asarray(rotate(jnp.asarray(x), cos, sin))
     pairs = x[..., :32] + 1j * x[..., 32:]
-    turned = pairs * np.exp(1j * positions[:, None, None] * PLAIN)
-    # An angle is a position times a frequency, both rounded; its error turns the largest pair.
+    rotated = pairs * np.exp(1j * positions[:, None, None] * PLAIN)
+    # An angle is a position times a frequency, both rounded; its error rotates the largest pair.
     atol = rounding("float32", 2, scale=positions.max() * np.abs(pairs).max())
-    np.testing.assert_allclose(got[..., :32], turned.real, rtol=0, atol=atol)
-    np.testing.assert_allclose(got[..., 32:], turned.imag, rtol=0, atol=atol)
+    np.testing.assert_allclose(got[..., :32], rotated.real, rtol=0, atol=atol)
+    np.testing.assert_allclose(got[..., 32:], rotated.imag, rtol=0, atol=atol)
 
 
 def test_rotation_keeps_the_dtype_and_computes_in_float32(rng: np.random.Generator):
@@ -54,27 +54,29 @@ def test_rotation_keeps_the_dtype_and_computes_in_float32(rng: np.random.Generat
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want).astype(np.float16))
 
 
-def test_without_scaling():
-    np.testing.assert_allclose(fixed_frequencies(Rope(THETA, HEAD_DIM)), PLAIN, rtol=FREQUENCY)
+def test_frequencies_without_scaling_follow_theta():
+    np.testing.assert_allclose(
+        fixed_frequencies(Rope(THETA, HEAD_DIM)), PLAIN, rtol=FREQUENCY_ERROR
+    )
 
 
-def test_linear_divides_all():
+def test_linear_scaling_divides_all_frequencies():
     scaled = fixed_frequencies(Rope(THETA, HEAD_DIM, LinearScaling(4.0)))
-    np.testing.assert_allclose(scaled, PLAIN / 4, rtol=FREQUENCY)
+    np.testing.assert_allclose(scaled, PLAIN / 4, rtol=FREQUENCY_ERROR)
 
 
-def test_factors_divide_each():
+def test_factor_scaling_divides_each_frequency():
     factors = np.linspace(1, 3, HEAD_DIM // 2)
     scaled = fixed_frequencies(Rope(THETA, HEAD_DIM, FactorScaling(tuple(factors))))
-    np.testing.assert_allclose(scaled, PLAIN / factors, rtol=FREQUENCY)
+    np.testing.assert_allclose(scaled, PLAIN / factors, rtol=FREQUENCY_ERROR)
 
 
 @pytest.mark.parametrize("scaling", [Llama3Scaling(8.0, 1.0, 4.0, 512), YarnScaling(8.0, 512, 1.0)])
-def test_high_frequencies_are_kept_and_low_ones_divided(scaling):
+def test_llama3_and_yarn_keep_high_frequencies_and_divide_low_frequencies(scaling):
     ratio = PLAIN / fixed_frequencies(Rope(THETA, HEAD_DIM, scaling))
     assert ratio[0] == pytest.approx(1)
-    assert ratio[-1] == pytest.approx(8, rel=2 * FREQUENCY)
-    assert (np.diff(ratio) >= -2 * FREQUENCY * ratio[1:]).all()
+    assert ratio[-1] == pytest.approx(8, rel=2 * FREQUENCY_ERROR)
+    assert (np.diff(ratio) >= -2 * FREQUENCY_ERROR * ratio[1:]).all()
     assert ((ratio > 1.01) & (ratio < 7.9)).any()
 
 
@@ -85,17 +87,17 @@ def test_yarn_scales_cosines_and_sines():
     np.testing.assert_allclose(np.hypot(cos, sin), 1.5, rtol=rounding("float32", 8))
 
 
-def test_dynamic_is_plain_within_the_original_length_and_slower_beyond():
+def test_dynamic_scaling_lowers_frequencies_only_beyond_the_original_length():
     rope, plain = Rope(THETA, HEAD_DIM, DynamicScaling(2.0, 100)), Rope(THETA, HEAD_DIM)
     positions = np.arange(100)
-    atol = 2 * FREQUENCY * positions.max()
+    atol = 2 * FREQUENCY_ERROR * positions.max()
     np.testing.assert_allclose(angles(positions, rope), angles(positions, plain), rtol=0, atol=atol)
     base = THETA * (2.0 * 151 / 100 - 1) ** (HEAD_DIM / (HEAD_DIM - 2))
     want = 150 * base ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     got = np.exp(1j * angles([150], rope)[0])
-    np.testing.assert_allclose(got, np.exp(1j * want), rtol=0, atol=2 * FREQUENCY * 150)
+    np.testing.assert_allclose(got, np.exp(1j * want), rtol=0, atol=2 * FREQUENCY_ERROR * 150)
 
 
-def test_dynamic_depends_on_nothing_but_the_position():
+def test_dynamic_scaling_depends_only_on_the_position():
     rope = Rope(THETA, HEAD_DIM, DynamicScaling(2.0, 100))
     np.testing.assert_array_equal(angles([150, 7, 900], rope)[0], angles([150, 3, 4], rope)[0])

@@ -1,4 +1,4 @@
-"""Which attention backend serves which model on which device, and what is said about it."""
+"""Selection of an attention backend for a model and a device, and the reason that is given."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ SHAPE = AttentionShape(
         (GPU, {"cache_dtype": "int8"}, "xla", "no scales"),
     ],
 )
-def test_auto_selects_what_serves_the_model_on_the_device(device, changes, name, why):
+def test_auto_selects_a_backend_for_the_model_and_the_device(device, changes, name, why):
     backend, reason = select("auto", device, replace(SHAPE, **changes))
     assert backend.name == name
     assert why in reason
 
 
 @pytest.mark.parametrize("name", ["xla", "pallas_triton"])
-def test_known_backend_is_selected_by_name(name: str):
+def test_selects_a_backend_by_name(name: str):
     backend, reason = select(name, GPU, SHAPE)
     assert (backend.name, reason) == (name, "as asked")
 
 
-def test_kernels_on_a_cpu_are_said_to_be_interpreted():
+def test_kernels_on_a_cpu_are_reported_as_interpreted():
     backend, reason = select("pallas_triton", CPU, SHAPE)
     assert backend.name == "pallas_triton"
     assert reason == "as asked, interpreted, which is slow: there is no GPU"
@@ -68,11 +68,13 @@ def test_kernels_on_a_cpu_are_said_to_be_interpreted():
         (OLD_GPU, {}, "needs compute capability 8.0 or newer, got Tesla V100"),
     ],
 )
-def test_what_the_kernels_cannot_serve_is_refused_by_name(device, changes, message):
+def test_rejects_the_kernels_for_a_model_or_device_that_they_do_not_support(
+    device, changes, message
+):
     with pytest.raises(ConfigError, match=message):
         select("pallas_triton", device, replace(SHAPE, **changes))
 
 
-def test_unknown_backend_lists_the_names():
+def test_rejects_an_unknown_backend_and_lists_the_names():
     with pytest.raises(ConfigError, match="'flash'.*auto or one of xla, pallas_triton"):
         select("flash", CPU, SHAPE)

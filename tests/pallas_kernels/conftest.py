@@ -1,4 +1,4 @@
-"""Random attention problems, see `pallas_kernels.testing.problems`."""
+"""Random attention problems (`pallas_kernels.testing.problems`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.testing import problems
 
 @pytest.fixture(autouse=True)
 def compile_quickly() -> Iterator[None]:
-    """Interpreted kernels are large programs that run once: compiling them is most of the time."""
+    """Turns optimizations off: interpreted kernels are large, run once, and compile slowly."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -21,11 +21,10 @@ def compile_quickly() -> Iterator[None]:
 
 @pytest.fixture
 def make_problem(rng: np.random.Generator) -> Callable[[problems.Shape], problems.Problem]:
-    """Draws a problem of a shape."""
+    """Returns a function that draws a problem of a shape."""
     return lambda shape: problems.make_problem(rng, shape)
 
 
 @pytest.fixture
 def shape() -> type[problems.Shape]:
-    """The class of shapes."""
     return problems.Shape

@@ -1,4 +1,4 @@
-"""The compile gate: its verdicts, and the real thing where the compiler is installed."""
+"""Compile check: its verdicts, and a real compilation where the compiler is installed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch):
-    """The script as a module, with a compiler that is always there."""
+def check(monkeypatch: pytest.MonkeyPatch):
+    """Returns the script as a module that always finds a compiler."""
     monkeypatch.syspath_prepend(SCRIPTS)
     module = importlib.import_module("aot_check")
     monkeypatch.setattr(module.deviceless, "is_available", lambda: True)
@@ -24,7 +24,7 @@ def gate(monkeypatch: pytest.MonkeyPatch):
     return module
 
 
-def report(gate, **changes):
+def report(check, **changes):
     facts = {
         "kernel": "some_kernel",
         "grid": "8x8x4",
@@ -36,32 +36,32 @@ def report(gate, **changes):
         "num_mma": 32,
         "num_async_loads": 32,
     }
-    return gate.Report(**facts | changes)
+    return check.Report(**facts | changes)
 
 
 @pytest.mark.parametrize(("spilled", "status"), [(0, 0), (8, 1)])
-def test_a_spill_is_a_failure(spilled, status, gate, monkeypatch, capsys):
-    monkeypatch.setattr(gate, "compile_case", lambda *_: [report(gate, spilled=spilled)])
-    assert gate.main(["--filter", "write smollm2"]) == status
+def test_fails_if_registers_spill(spilled, status, check, monkeypatch, capsys):
+    monkeypatch.setattr(check, "compile_case", lambda *_: [report(check, spilled=spilled)])
+    assert check.main(["--filter", "write smollm2"]) == status
     assert ("SPILLS" in capsys.readouterr().out) == bool(spilled)
 
 
-def test_a_kernel_that_does_not_compile_is_a_failure(gate, monkeypatch, capsys):
+def test_fails_if_a_kernel_does_not_compile(check, monkeypatch, capsys):
     def fail(*_):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(gate, "compile_case", fail)
-    assert gate.main(["--filter", "write smollm2"]) == 1
+    monkeypatch.setattr(check, "compile_case", fail)
+    assert check.main(["--filter", "write smollm2"]) == 1
     assert "FAILED: RuntimeError: no such instruction" in capsys.readouterr().out
 
 
-def test_nothing_checked_is_a_failure(gate):
-    assert gate.main(["--filter", "no such case"]) == 1
+def test_fails_if_no_case_matches(check):
+    assert check.main(["--filter", "no such case"]) == 1
 
 
-def test_a_missing_compiler_is_said(gate, monkeypatch, capsys):
-    monkeypatch.setattr(gate, "find_ptxas", lambda: None)
-    assert gate.main([]) == 2
+def test_reports_a_missing_compiler(check, monkeypatch, capsys):
+    monkeypatch.setattr(check, "find_ptxas", lambda: None)
+    assert check.main([]) == 2
     assert "ptxas is missing" in capsys.readouterr().err
 
 
@@ -71,14 +71,14 @@ def test_a_missing_compiler_is_said(gate, monkeypatch, capsys):
         ({}, 4),  # registers: 104 * 32 * 4 of 65536
         ({"shared": 82944}, 2),  # shared memory: 82944 + 1024 of 233472
         ({"threads": 1024, "registers": 16, "shared": 0}, 2),  # threads: 1024 of 2048
-        ({"threads": 32, "registers": 16, "shared": 0}, 32),  # the most there can be
+        ({"threads": 32, "registers": 16, "shared": 0}, 32),  # the maximum
     ],
 )
-def test_programs_of_a_multiprocessor_are_limited_by_what_runs_out_first(changes, programs, gate):
-    assert report(gate, **changes).programs_per_sm == programs
+def test_programs_per_multiprocessor_are_limited_by_the_scarcest_resource(changes, programs, check):
+    assert report(check, **changes).programs_per_sm == programs
 
 
-def step_report(gate, **changes):
+def step_report(check, **changes):
     facts = {
         "num_graphs": 1,
         "num_in_graphs": 432,
@@ -105,16 +105,14 @@ def step_report(gate, **changes):
         ({"recomputed": ("fusion.1.remat",)}, "recomputed: fusion.1.remat"),
     ],
 )
-def test_a_step_that_is_not_what_it_should_be_is_a_failure(
-    changes, problem, gate, monkeypatch, capsys
-):
-    assert step_report(gate).problems == []
-    monkeypatch.setattr(gate, "compile_step", lambda *_, **__: step_report(gate, **changes))
-    assert gate.main(["--filter", "step smollm2-135m decode 8 rows"]) == 1
+def test_fails_and_names_the_problem_of_a_step(changes, problem, check, monkeypatch, capsys):
+    assert step_report(check).problems == []
+    monkeypatch.setattr(check, "compile_step", lambda *_, **__: step_report(check, **changes))
+    assert check.main(["--filter", "step smollm2-135m decode 8 rows"]) == 1
     assert problem in capsys.readouterr().out
 
 
-def test_copies_of_the_cache_are_found_in_a_program(gate):
+def test_finds_copies_of_the_cache_in_a_program(check):
     steps = importlib.import_module("aot_steps")
     text = """
 ENTRY %main (k: bf16[4,64,2]) -> (bf16[4,64,2], f32[]) {
@@ -129,7 +127,7 @@ ENTRY %main (k: bf16[4,64,2]) -> (bf16[4,64,2], f32[]) {
     assert steps.find_copies(text, (4, 64, 2)) == ("fusion wide", "copy copy.7")
 
 
-def test_graphs_are_counted(gate, tmp_path):
+def test_counts_graphs(check, tmp_path):
     listing = tmp_path / "listing.txt"
     listing.write_text(
         "000: kCommandBuffer [source | next=012 (11)]\n"
@@ -142,8 +140,8 @@ def test_graphs_are_counted(gate, tmp_path):
     assert launches.outside == ("kWhile while.3",)
 
 
-def run_gate(*arguments: str) -> str:
-    """What the gate prints, run as a command."""
+def run_check(*arguments: str) -> str:
+    """Runs the script as a command and returns its output."""
     command = [sys.executable, str(SCRIPTS / "aot_check.py"), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == 2:
@@ -160,20 +158,20 @@ needs_compiler = pytest.mark.skipif(
 
 @needs_compiler
 def test_kernels_compile_for_a_gpu():
-    table = run_gate("--filter", "^(decode|ragged|write).*(smollm2|fp8)")
+    table = run_check("--filter", "^(decode|ragged|write).*(smollm2|fp8)")
     for kernel in ("paged_decode", "paged_decode_merge", "ragged_attention", "kv_write"):
         assert f" {kernel} " in table
 
 
 @needs_compiler
 def test_a_step_is_one_graph_that_writes_the_cache_in_place():
-    table = run_gate("--layers", "3", "--filter", "^step .*(decode 8|8192 tokens)")
+    table = run_check("--layers", "3", "--filter", "^step .*(decode 8|8192 tokens)")
     lines = [line for line in table.splitlines() if line.startswith("step ")][1:]
     assert len(lines) == 4
     for line in lines:
-        graphs, _, outside, _, spilling, state, alias, _, copies, again = line.split("rows")[
+        graphs, _, outside, _, spilling, state, alias, _, copies, recomputed = line.split("rows")[
             1
         ].split()
-        assert (graphs, outside, spilling, copies, again) == ("1", "0", "0", "0", "0")
+        assert (graphs, outside, spilling, copies, recomputed) == ("1", "0", "0", "0", "0")
         assert state == alias
         assert int(state) > 99 * 10**9

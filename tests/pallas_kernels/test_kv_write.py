@@ -1,4 +1,4 @@
-"""The cache write kernel: what lands in the slots, and that nothing else changes."""
+"""The kernel that writes the KV cache: slots, quantization, and arguments that are rejected."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ QUANTIZED_MAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
 
 def exact(array: object) -> np.ndarray:
-    """The values of an array, for a comparison in which NaN equals itself."""
+    """Returns an array as float32, for comparisons in which NaN equals NaN."""
     return np.asarray(array).astype(np.float32)
 
 
 def draw(rng, *, dtype, cache_dtype, num_kv_heads=3, head_dim=64, block_size=16):
-    """Caches full of values and NaN, the new rows, and slots: live, past the end, negative."""
+    """Returns caches of values and NaN, new rows, and slots: live, past the end, and negative."""
     caches = 30 * rng.standard_normal(
         (2, NUM_LAYERS, NUM_BLOCKS, block_size, num_kv_heads, head_dim)
     )
@@ -48,7 +48,7 @@ def draw(rng, *, dtype, cache_dtype, num_kv_heads=3, head_dim=64, block_size=16)
         ("bfloat16", "float32", {"num_kv_heads": 5, "head_dim": 96}),
     ],
 )
-def test_rows_land_in_their_slots_and_nothing_else_changes(dtype, cache_dtype, sizes, rng):
+def test_writes_rows_into_their_slots_and_changes_nothing_else(dtype, cache_dtype, sizes, rng):
     k_cache, v_cache, k, v, slots = draw(rng, dtype=dtype, cache_dtype=cache_dtype, **sizes)
     k_out, v_out = kv_write(k_cache, v_cache, k, v, slots, LAYER, interpret=True)
     block_size = k_cache.shape[2]
@@ -61,7 +61,7 @@ def test_rows_land_in_their_slots_and_nothing_else_changes(dtype, cache_dtype, s
 
 
 @pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
-def test_rows_are_quantized(cache_dtype, rng):
+def test_quantizes_rows(cache_dtype, rng):
     k_cache, v_cache, k, v, slots = draw(rng, dtype="float32", cache_dtype=cache_dtype)
     limit = QUANTIZED_MAX[cache_dtype]
     k_scale, v_scale = rng.uniform(0.5, 2.0, (2, NUM_LAYERS, 3)).astype(np.float32) / limit
@@ -74,16 +74,16 @@ def test_rows_are_quantized(cache_dtype, rng):
     parts = ((k_cache, k, k_scale, out[0]), (v_cache, v, v_scale, out[1]))
     for cache, rows, scale, result in parts:
         written = np.asarray(result)[where]
-        right = np.clip(rows[live].astype(np.float64) / scale[LAYER][:, None], -limit, limit)
-        # Half a unit of an integer; of a float with 3 bits after the point, a sixteenth of it.
-        unit = 0.5 if cache_dtype == "int8" else np.maximum(np.abs(right) / 16, 2.0**-10)
-        assert np.all(np.abs(written.astype(np.float64) - right) <= unit * 1.0001)
+        want = np.clip(rows[live].astype(np.float64) / scale[LAYER][:, None], -limit, limit)
+        # Half a unit for an integer; a sixteenth of a float with 3 bits after the point.
+        unit = 0.5 if cache_dtype == "int8" else np.maximum(np.abs(want) / 16, 2.0**-10)
+        assert np.all(np.abs(written.astype(np.float64) - want) <= unit * 1.0001)
         cache[where] = written
         np.testing.assert_array_equal(exact(result), exact(cache))
 
 
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
-def test_reference_writes_the_same(cache_dtype, rng):
+def test_reference_equals_the_kernel(cache_dtype, rng):
     *data, slots = draw(rng, dtype="bfloat16", cache_dtype=cache_dtype)
     scales = {}
     if cache_dtype == "int8":
@@ -92,8 +92,8 @@ def test_reference_writes_the_same(cache_dtype, rng):
     out = kv_write(*data, slots, LAYER, **scales, interpret=True)
     scales = {name: jnp.asarray(scale) for name, scale in scales.items()}
     expected = reference.kv_write(*map(jnp.asarray, (*data, slots)), LAYER, **scales)
-    for result, right in zip(out, expected, strict=True):
-        np.testing.assert_array_equal(exact(result), exact(right))
+    for result, want in zip(out, expected, strict=True):
+        np.testing.assert_array_equal(exact(result), exact(want))
 
 
 def test_a_donated_cache_is_written_in_place(rng):
@@ -111,13 +111,13 @@ def test_a_donated_cache_is_written_in_place(rng):
         ("bfloat16", {"v_scale": np.ones((2, 3))}, "v_scale is for 8-bit caches, .* bfloat16"),
     ],
 )
-def test_scales_that_do_not_fit_are_named(cache_dtype, scales, message, rng):
+def test_rejects_scales_that_do_not_fit(cache_dtype, scales, message, rng):
     data = draw(rng, dtype="bfloat16", cache_dtype=cache_dtype)
     with pytest.raises(ValueError, match=message):
         kv_write(*data, LAYER, **scales, interpret=True)
 
 
-def test_an_8_bit_cache_of_an_awkward_size_is_refused():
+def test_rejects_an_8_bit_cache_between_2_and_4_gib():
     cache = jax.ShapeDtypeStruct((3, 2**15, 64, 4, 128), jnp.float8_e4m3fn)
     row, slots = (
         jax.ShapeDtypeStruct((1, 4, 128), jnp.bfloat16),

@@ -1,4 +1,4 @@
-"""The decode kernel against numpy: every option somewhere, and every edge of a context."""
+"""The decode kernel, compared with numpy: every option, and contexts at the edges of blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYER = 1
 OPTIONS = ("scale", "window", "soft_cap")
 CONTEXTS = (0, 1, 15, 16, 17, 70)
 
-# Each line: the shape, keys of a tile, parts of a context. Together they have every supported
+# Each case: the shape, keys of a tile, parts of a context. Together they have every supported
 # size, dtype and option, and most pairs of them.
 CASES = {
     "group 3": ({"num_heads": 9, "num_kv_heads": 3}, 16, 3),
@@ -49,7 +49,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("options", "block_n", "num_splits"), CASES.values(), ids=CASES.keys())
-def test_decode_is_attention(options, block_n, num_splits, make_problem, shape):
+def test_decode_equals_numpy(options, block_n, num_splits, make_problem, shape):
     problem = make_problem(shape(CONTEXTS, [1] * len(CONTEXTS), **options))
     out = paged_decode(
         problem.q,
@@ -66,7 +66,7 @@ def test_decode_is_attention(options, block_n, num_splits, make_problem, shape):
     problem.check(out)
 
 
-def test_configuration_and_parts_are_found_without_help(make_problem, shape):
+def test_chooses_the_configuration_and_the_number_of_parts(make_problem, shape):
     problem = make_problem(shape((1, 130), (1, 1)))
     out = paged_decode(
         problem.q,
@@ -82,7 +82,7 @@ def test_configuration_and_parts_are_found_without_help(make_problem, shape):
 
 
 @pytest.mark.parametrize("name", ["group 4, cap", "group 16, int8", "f32, cap, window"])
-def test_reference_is_attention(name, make_problem, shape):
+def test_reference_equals_numpy(name, make_problem, shape):
     problem = make_problem(shape(CONTEXTS, [1] * len(CONTEXTS), **CASES[name][0]))
     out = jax.jit(reference.paged_decode, static_argnames=OPTIONS)(
         problem.q,
@@ -109,7 +109,7 @@ def test_reference_is_attention(name, make_problem, shape):
         ({"soft_cap": -1.0}, "soft_cap must be positive, got -1.0"),
     ],
 )
-def test_what_is_not_supported_is_named(change, message):
+def test_names_arguments_that_are_not_supported(change, message):
     call = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16} | change
     dtype = np.dtype(call.get("dtype", "float32"))
     q = np.zeros((1, call["num_heads"], call["head_dim"]), dtype)

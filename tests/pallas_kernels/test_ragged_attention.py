@@ -1,4 +1,4 @@
-"""The ragged kernel against numpy: mixed batches, chunks, padding, and every option."""
+"""The ragged kernel, compared with numpy: mixed batches, chunks, padding, and every option."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pallas_kernels.tuning import KernelConfig
 
 LAYER = 1
 OPTIONS = ("scale", "window", "soft_cap")
-# Decode rows, whole prompts, chunks of prompts, a request that has no tokens in the step, and one
-# that is not there at all; contexts end on both sides of the edges of blocks and tiles.
+# Decode rows, whole prompts, chunks of prompts, an empty row, and a request without tokens in the
+# step. Contexts end on both sides of the edges of blocks and tiles.
 CONTEXTS = (50, 1, 17, 16, 35, 40, 64, 0, 15)
 CHUNKS = (1, 1, 1, 16, 35, 7, 24, 0, 0)
 
-# Each line: the shape, rows of a program, keys of a tile. Together they have every supported size,
+# Each case: the shape, rows of a program, keys of a tile. Together they have every supported size,
 # dtype and option, and most pairs of them.
 CASES = {
     "group 3": ({"num_heads": 9, "num_kv_heads": 3, "num_padding": 6}, 16, 16),
@@ -60,7 +60,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("options", "block_m", "block_n"), CASES.values(), ids=CASES.keys())
-def test_ragged_is_attention(options, block_m, block_n, make_problem, shape):
+def test_ragged_equals_numpy(options, block_m, block_n, make_problem, shape):
     problem = make_problem(shape(CONTEXTS, CHUNKS, **options))
     out = ragged_attention(
         problem.q,
@@ -84,7 +84,7 @@ def test_ragged_is_attention(options, block_m, block_n, make_problem, shape):
         pytest.param((130,), (130,), 0, id="one long prompt"),
     ],
 )
-def test_configuration_is_found_without_help(contexts, chunks, num_padding, make_problem, shape):
+def test_chooses_the_configuration(contexts, chunks, num_padding, make_problem, shape):
     problem = make_problem(shape(contexts, chunks, num_padding=num_padding))
     out = ragged_attention(
         problem.q,
@@ -101,7 +101,7 @@ def test_configuration_is_found_without_help(contexts, chunks, num_padding, make
 
 
 @pytest.mark.parametrize("name", ["group 3, window", "group 8, fp8"])
-def test_reference_is_attention(name, make_problem, shape):
+def test_reference_equals_numpy(name, make_problem, shape):
     problem = make_problem(shape(CONTEXTS, CHUNKS, **CASES[name][0]))
     out = jax.jit(reference.ragged_attention, static_argnames=OPTIONS)(
         problem.q,
@@ -117,7 +117,7 @@ def test_reference_is_attention(name, make_problem, shape):
 
 
 @pytest.mark.parametrize("block_q", [1, 5, 16])
-def test_every_token_is_worked_on_once(block_q, rng):
+def test_work_list_has_every_token_once(block_q, rng):
     chunks = rng.choice([0, 1, 5, 16, 17, 40], 12)
     contexts = chunks + rng.integers(0, 50, len(chunks)) * (chunks > 0)
     starts = np.cumsum([0, *chunks], dtype=np.int32)

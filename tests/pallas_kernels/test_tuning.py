@@ -1,4 +1,4 @@
-"""The table of tile sizes, and the number of parts of a context."""
+"""Tile sizes, and the number of parts of a context."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_wide_operands_get_smaller_tiles():
         (1024, 8, 65536, 1),
         (1, 8, 256, 4),  # no part is shorter than a tile
         (1, 8, 16, 1),
-        (1, 1, 65536, 64),  # the merge pass has its limits
+        (1, 1, 65536, 64),  # the limit of the merge pass
     ],
 )
 def test_parts_fill_the_device_about_twice(num_rows, num_kv_heads, max_context, expected):

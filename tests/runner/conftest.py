@@ -1,4 +1,4 @@
-"""A small transformer with readable attention, and an engine core around it."""
+"""A tiny transformer with plain attention, and fixtures that run it in an engine core."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SIZES = Sizes(
 )
 TABLE_WIDTHS = (8, 24)
 GAIN = 16.0
-"""How much a small random change of the embedding grows until the last layer, in root mean square;
-measured in float64. The weights are three times as large as would keep it as it is."""
+"""The growth of a small random change of the embedding up to the last layer, in root mean square;
+measured in float64. The weights are three times as large as those that would keep its size."""
 
 
 def write(kv: KVCache, layer: int, k: jax.Array, v: jax.Array, meta: AttentionMeta) -> KVCache:
@@ -41,7 +41,7 @@ def write(kv: KVCache, layer: int, k: jax.Array, v: jax.Array, meta: AttentionMe
 
 
 def attend(q, kv, layer, meta, *, scale, window=None, soft_cap=None):
-    """Every query looks at the whole block table of its request."""
+    """Attends from each query to the whole block table of its request."""
     owner = jnp.searchsorted(meta.query_start[1:], jnp.arange(len(q)), side="right")
     tables = meta.block_tables[jnp.minimum(owner, len(meta.block_tables) - 1)]
     k, v = (c[layer][tables].reshape(len(q), -1, KV_HEADS, HEAD_DIM) for c in (kv.k, kv.v))
@@ -104,31 +104,31 @@ class TinyModel:
         return hidden * self.params["scale"]
 
     def tolerance(self, num_tokens: int, *, of: Literal["final", "logits"]) -> float:
-        """Returns how far two float32 evaluations of a sequence may be apart.
+        """Returns the largest difference allowed between two float32 evaluations of a sequence.
 
-        The sums are those of each layer and, for pooling, a mean. Hidden states are at most 1, and
-        `final` scales them by at most 1.5. A logit is a sum over WIDTH of those times numbers of
-        standard deviation 3 / sqrt(WIDTH).
+        It covers the sums of each layer and, for pooling, a mean. Hidden states are at most 1, and
+        `final` scales them by at most 1.5. A logit is a sum over WIDTH of their products with
+        numbers of standard deviation 3 / sqrt(WIDTH).
         """
         num_terms = LAYERS * (WIDTH + HEAD_DIM + num_tokens + WIDTH) + num_tokens
         if of == "final":
             return tolerance.rounding("float32", num_terms, scale=1.5 * GAIN)
         return tolerance.rounding("float32", num_terms + WIDTH, scale=3 * 1.5 * GAIN)
 
-    def whole(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logits f32[V] after a sequence, with no cache: the reference."""
+    def last_logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Returns the logits f32[V] after a sequence, computed without a cache."""
         return np.array(self.logits(self.hidden(tokens)[-1]))
 
     def hidden(self, tokens: Sequence[int]) -> np.ndarray:
-        """Hidden states f32[T, D] of a sequence, with no cache: the reference."""
-        # Causal, so what pads the sequence to one length changes nothing.
+        """Returns the hidden states f32[T, D] of a sequence, computed without a cache."""
+        # Attention is causal, so padding to one length changes nothing.
         padded = np.zeros(SIZES.max_model_len, np.int32)
         padded[: len(tokens)] = tokens
-        return np.array(_whole(self.params, padded))[: len(tokens)]
+        return np.array(_hidden(self.params, padded))[: len(tokens)]
 
 
 @jax.jit
-def _whole(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+def _hidden(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
     model = TinyModel(params)
     x = model._embed(tokens, jnp.arange(len(tokens)))
     causal = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
@@ -150,7 +150,7 @@ def make_runner(params: dict[str, jax.Array] | None = None, *, sizes: Sizes = SI
         head_dim=HEAD_DIM,
         dtype="float32",
     )
-    # Slots that nobody has written may hold anything.
+    # Slots that were never written may hold anything.
     kv = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), kv)
     return ModelRunner(
         TinyModel,
@@ -165,7 +165,7 @@ def make_runner(params: dict[str, jax.Array] | None = None, *, sizes: Sizes = SI
 
 @pytest.fixture(scope="session")
 def runner() -> ModelRunner:
-    """Compiled once for all tests; the scheduler's pool may be smaller than its cache."""
+    """Compiled once for all tests. The block pool of a scheduler may be smaller than its cache."""
     return make_runner()
 
 
@@ -181,8 +181,8 @@ Generate = Callable[..., dict[str, list[RequestOutput]]]
 def generate(runner: ModelRunner) -> Generate:
     """``generate(requests, depth=, max_num_seqs=, max_num_batched_tokens=, num_blocks=)``.
 
-    ``requests``: id -> (prompt, params). Returns the outputs of each. ``stagger`` adds a request
-    only every so many steps.
+    ``requests``: ID -> (prompt, params). Returns the outputs by ID. ``stagger`` is the number of
+    steps from one arrival to the next.
     """
 
     def run(
@@ -193,8 +193,8 @@ def generate(runner: ModelRunner) -> Generate:
         **sizes: int,
     ) -> dict[str, list[RequestOutput]]:
         names = ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks"]
-        of_runner = {name: getattr(SIZES, name) for name in [*names, "block_size"]}
-        core = EngineCore(Scheduler(**{**of_runner, **sizes}), runner, depth=depth)
+        defaults = {name: getattr(SIZES, name) for name in [*names, "block_size"]}
+        core = EngineCore(Scheduler(**{**defaults, **sizes}), runner, depth=depth)
         waiting = [Submit(name, prompt, params) for name, (prompt, params) in requests.items()]
         outputs: dict[str, list[RequestOutput]] = {name: [] for name in requests}
         step = 0

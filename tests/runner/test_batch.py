@@ -1,3 +1,5 @@
+"""Batches: the arrays of a step and their padding."""
+
 import dataclasses
 
 import numpy as np
@@ -12,7 +14,7 @@ NUM_SLOTS = BLOCK_SIZE * NUM_BLOCKS
 
 
 def part(row, start, tokens, *, blocks=(), offset=0, samples=True) -> ScheduledRequest:
-    """``tokens``: ids, or None for the one on the device."""
+    """Returns a part of a plan. ``tokens`` is None for one token that only the device knows."""
     return ScheduledRequest(
         request_id=str(row), row=row, is_new=False, start=start,
         num_tokens=1 if tokens is None else len(tokens), token_ids=tokens or [],
@@ -21,16 +23,16 @@ def part(row, start, tokens, *, blocks=(), offset=0, samples=True) -> ScheduledR
     )  # fmt: skip
 
 
-def builder() -> BatchBuilder:
+def make_builder() -> BatchBuilder:
     return BatchBuilder(
         num_rows=NUM_ROWS, table_width=8, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE
     )
 
 
-def test_a_mixed_step_field_by_field():
-    batch = builder()
+def test_builds_the_arrays_of_a_mixed_step():
+    builder = make_builder()
     first = StepPlan(0, (part(4, 0, [7] * 5, blocks=[9, 3]), part(1, 0, [8] * 4, blocks=[5])))
-    batch.build(first, Bucket(16, 4, 8))
+    builder.build(first, Bucket(16, 4, 8))
     second = StepPlan(
         1,
         (
@@ -39,7 +41,7 @@ def test_a_mixed_step_field_by_field():
             part(0, 2, [21, 22, 23], blocks=[2, 12], samples=False),
         ),
     )
-    inputs = batch.build(second, Bucket(8, 4, 2))
+    inputs = builder.build(second, Bucket(8, 4, 2))
     assert inputs.tokens.tolist() == [0, 11, 21, 22, 23, 0, 0, 0]
     assert inputs.fed_from_row.tolist() == [4, -1, -1, -1, -1, -1, -1, -1]
     assert inputs.logit_tokens.tolist() == [0, 1, 4, 0]
@@ -57,14 +59,14 @@ def test_a_mixed_step_field_by_field():
     }
 
 
-def test_the_step_does_not_keep_the_tokens_of_requests_to_sample():
+def test_keeps_no_token_of_a_row_that_the_sampler_fills():
     plan = StepPlan(0, (part(1, 0, [1], blocks=[5]), part(3, 0, [1], blocks=[6])))
-    inputs = builder().build(plan, Bucket(2, 2, 8), to_sample={0})
+    inputs = make_builder().build(plan, Bucket(2, 2, 8), to_sample={0})
     assert inputs.kept_in_row.tolist() == [NUM_ROWS, 3]
 
 
-def test_an_empty_plan_touches_nothing():
-    inputs = builder().build(StepPlan(0, ()), Bucket(2, 2, 8))
+def test_an_empty_plan_writes_no_slots_and_keeps_no_tokens():
+    inputs = make_builder().build(StepPlan(0, ()), Bucket(2, 2, 8))
     assert inputs.meta.decode_only
     assert inputs.meta.slots.tolist() == [NUM_SLOTS] * 2
     assert inputs.meta.seq_lens.tolist() == [0, 0]
@@ -72,10 +74,10 @@ def test_an_empty_plan_touches_nothing():
     assert inputs.fed_from_row.tolist() == [-1, -1]
 
 
-def test_what_was_built_does_not_change_with_later_steps():
-    batch = builder()
+def test_a_later_step_does_not_change_the_arrays_of_an_earlier_step():
+    builder = make_builder()
     plan = StepPlan(0, (part(0, 0, [1, 2, 3, 4], blocks=[5]),))
-    before = batch.build(plan, Bucket(8, 2, 8))
+    before = builder.build(plan, Bucket(8, 2, 8))
     copy = dataclasses.replace(before.meta, block_tables=before.meta.block_tables.copy())
-    batch.build(StepPlan(1, (part(0, 0, [9], blocks=[17]),)), Bucket(2, 2, 8))
+    builder.build(StepPlan(1, (part(0, 0, [9], blocks=[17]),)), Bucket(2, 2, 8))
     np.testing.assert_array_equal(before.meta.block_tables, copy.block_tables)

@@ -1,3 +1,5 @@
+"""Buckets: the padded shapes of steps, and the smallest bucket for a plan."""
+
 import pytest
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan
@@ -5,8 +7,8 @@ from jaxserve.runner.buckets import Bucket, Buckets, powers_of_two, sampler_size
 from jaxserve.sampling_params import SamplingParams
 
 
-def plan_of(*parts: tuple[int, int]) -> StepPlan:
-    """Parts of (start, num_tokens)."""
+def make_plan(*parts: tuple[int, int]) -> StepPlan:
+    """Returns a plan whose parts are given as (start, num_tokens)."""
     scheduled = tuple(
         ScheduledRequest(
             request_id=str(row), row=row, is_new=False, start=start, num_tokens=num_tokens,
@@ -22,7 +24,7 @@ def plan_of(*parts: tuple[int, int]) -> StepPlan:
 BUCKETS = Buckets(max_num_seqs=64, max_num_batched_tokens=512, table_widths=(4, 32))
 
 
-def test_the_buckets_of_the_default_sizes():
+def test_buckets_of_the_default_sizes():
     narrow = [(b.num_tokens, b.num_rows) for b in BUCKETS.all if b.table_width == 4]
     assert narrow == [
         (2, 2), (4, 4), (8, 8), (16, 16), (32, 8), (32, 32), (64, 8), (64, 64),
@@ -46,8 +48,8 @@ def test_the_buckets_of_the_default_sizes():
         ([(0, 512)], Bucket(512, 8, 32)),
     ],
 )
-def test_the_cheapest_bucket_that_holds_the_plan(parts, expected):
-    assert BUCKETS.smallest_for(plan_of(*parts), block_size=16) == expected
+def test_smallest_for_returns_the_cheapest_bucket_that_holds_the_plan(parts, expected):
+    assert BUCKETS.smallest_for(make_plan(*parts), block_size=16) == expected
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 8, 9, 100])
@@ -62,12 +64,12 @@ def test_every_plan_within_the_limits_has_a_bucket(max_num_seqs, extra):
             if not rows <= tokens <= max_tokens:
                 continue
             parts = [(0, 1)] * (rows - 1) + [(0, tokens - rows + 1)]
-            bucket = buckets.smallest_for(plan_of(*parts), block_size=16)
+            bucket = buckets.smallest_for(make_plan(*parts), block_size=16)
             assert bucket.num_rows >= 2
             assert bucket.decode_only == (tokens == rows)
 
 
-def test_widths_hold_the_longest_request():
+def test_table_widths_hold_the_longest_request():
     assert table_widths(8192, 16) == (512,)
     assert table_widths(100, 16) == (7,)
     assert table_widths(131072, 16) == (512, 8192)

@@ -1,4 +1,4 @@
-"""Constraints in a running engine: each mask is made when the tokens before it are known."""
+"""Constraints in a running engine: the mask of a token depends on the token before it."""
 
 import json
 from concurrent.futures import Future
@@ -24,34 +24,34 @@ VARIANTS = {
 }
 
 
-def after(token: int) -> np.ndarray:
-    """A few tokens that depend on the one before."""
+def allowed_after(token: int) -> np.ndarray:
+    """Returns the tokens that `Chain` allows after a token."""
     return (token * np.arange(3, 9) + np.arange(6)) % VOCAB
 
 
 class Chain:
-    """After the first token, only `after` of the last one."""
+    """A constraint that allows any first token, and then `allowed_after` of the last token."""
 
     def __init__(self):
         self.tokens = []
 
     def fill_mask(self, mask):
         bits = np.zeros(len(mask) * 32, np.uint8)
-        bits[after(self.tokens[-1]) if self.tokens else np.arange(VOCAB)] = 1
+        bits[allowed_after(self.tokens[-1]) if self.tokens else np.arange(VOCAB)] = 1
         mask[:] = np.packbits(bits, bitorder="little").view("<u4")
 
     def accept(self, token_id):
         self.tokens.append(token_id)
 
 
-def done(value) -> Future:
+def resolved(value) -> Future:
     future = Future()
     future.set_result(value)
     return future
 
 
 def run(runner, submits, compile_grammar, *, depth=1, **sizes):
-    """The outputs of each request, and the number of preemptions."""
+    """Returns the outputs of each request and the number of preemptions."""
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_blocks": 257, **SIZES}
     scheduler = Scheduler(**{**defaults, **sizes})
     core = EngineCore(scheduler, runner, depth=depth, compile_grammar=compile_grammar)
@@ -68,8 +68,8 @@ def tokens_of(outputs):
     return [token for output in outputs for token in output.token_ids]
 
 
-def requests(num: int, **constrained) -> list[Submit]:
-    """Every other one is constrained, and one of two is greedy."""
+def make_requests(num: int, **constrained) -> list[Submit]:
+    """Returns requests of which every second is constrained, and two of every four are greedy."""
     rng = np.random.default_rng(5)
     submits = []
     for i in range(num):
@@ -81,40 +81,44 @@ def requests(num: int, **constrained) -> list[Submit]:
     return submits
 
 
-ANY = Grammar("regex", "x")
+GRAMMAR = Grammar("regex", "x")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_token_obeys_what_the_one_before_it_allows(runner, tiny_model, variant):
-    submits = requests(8, grammar=ANY)
-    outputs, preemptions = run(runner, submits, lambda _: done(Chain()), **VARIANTS[variant])
+def test_each_token_is_allowed_after_the_token_before(runner, tiny_model, variant):
+    submits = make_requests(8, grammar=GRAMMAR)
+    outputs, preemptions = run(runner, submits, lambda _: resolved(Chain()), **VARIANTS[variant])
     assert (preemptions > 0) == ("preempted" in variant)
-    alone = [run(runner, [s], lambda _: done(Chain()))[0][s.request_id] for s in submits]
-    for submit, of_alone in zip(submits, alone, strict=True):
+    alone = [run(runner, [s], lambda _: resolved(Chain()))[0][s.request_id] for s in submits]
+    for submit, outputs_alone in zip(submits, alone, strict=True):
         tokens = tokens_of(outputs[submit.request_id])
-        assert tokens == tokens_of(of_alone)
+        assert tokens == tokens_of(outputs_alone)
         if submit.params.grammar is None or not submit.params.is_greedy:
             continue
         expected = list(submit.prompt_token_ids)
         for i in range(14):
-            logits = tiny_model.whole(expected)
-            mask = np.isin(np.arange(VOCAB), after(expected[-1])) if i else np.ones(VOCAB, bool)
+            logits = tiny_model.last_logits(expected)
+            mask = (
+                np.isin(np.arange(VOCAB), allowed_after(expected[-1]))
+                if i
+                else np.ones(VOCAB, bool)
+            )
             expected.append(int(np.where(mask, logits, -np.inf).argmax()))
         assert tokens == expected[len(submit.prompt_token_ids) :]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_neighbours_of_a_constrained_request_answer_as_they_do_alone(runner, variant):
-    submits = requests(8, grammar=ANY)
-    outputs, _ = run(runner, submits, lambda _: done(Chain()), **VARIANTS[variant])
+def test_constrained_requests_do_not_change_the_tokens_of_others(runner, variant):
+    submits = make_requests(8, grammar=GRAMMAR)
+    outputs, _ = run(runner, submits, lambda _: resolved(Chain()), **VARIANTS[variant])
     for submit in submits[::2]:
         alone, _ = run(runner, [submit], None)
         assert tokens_of(outputs[submit.request_id]) == tokens_of(alone[submit.request_id])
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_json_of_a_model_that_knows_none(runner, depth):
-    """Against all that else can be said about tokens: bias, bad words, penalties, min_tokens."""
+def test_a_random_model_writes_valid_json(runner, depth):
+    """Bias, bad words, penalties and min_tokens all work against the grammar."""
     tokenizer = tiny_tokenizer()
     compiler = GrammarCompiler(lambda: tokenizer, VOCAB)
     schema = {
@@ -141,28 +145,28 @@ def test_json_of_a_model_that_knows_none(runner, depth):
         for i, t in enumerate((0.0, 1.0, 2.0, 1.0, 0.5))
     ]  # fmt: skip
     outputs, _ = run(runner, submits, compiler.start, depth=depth)
-    for of_request in outputs.values():
-        assert of_request[-1].finish_reason == FinishReason.STOP
-        value = json.loads(tokenizer.decode(tokens_of(of_request)))
+    for request_outputs in outputs.values():
+        assert request_outputs[-1].finish_reason == FinishReason.STOP
+        value = json.loads(tokenizer.decode(tokens_of(request_outputs)))
         assert list(value) == ["a", "b"]
         assert value["a"] in ("é🔥", "x")
 
 
-def test_one_that_cannot_go_on_takes_nobody_with_it(runner):
+def test_a_failing_constraint_ends_only_its_own_request(runner):
     class Broken(Chain):
         def accept(self, token_id):
             super().accept(token_id)
             return FinishReason.ERROR if len(self.tokens) == 3 else None
 
-    submits = requests(4, grammar=ANY)
+    submits = make_requests(4, grammar=GRAMMAR)
     broken = submits[1].request_id
     outputs, _ = run(
         runner,
         submits,
-        lambda submit: done(Broken() if submit.request_id == broken else Chain()),
+        lambda submit: resolved(Broken() if submit.request_id == broken else Chain()),
         depth=2,
     )
-    reasons = {name: of_request[-1].finish_reason for name, of_request in outputs.items()}
+    reasons = {name: request_outputs[-1].finish_reason for name, request_outputs in outputs.items()}
     assert reasons.pop(broken) == FinishReason.ERROR
     assert set(reasons.values()) == {FinishReason.LENGTH}
     assert len(tokens_of(outputs[broken])) == 3

@@ -1,3 +1,5 @@
+"""Device: platform, free memory, and the features of the CPU."""
+
 from types import SimpleNamespace
 
 from jaxserve.runner import device
@@ -13,7 +15,7 @@ model name\t: Another
 """
 
 
-def test_the_device_of_the_tests_is_a_cpu_with_memory():
+def test_current_device_is_a_cpu_with_free_memory():
     found = current_device()
     assert found.platform == "cpu"
     assert found.kind
@@ -36,7 +38,7 @@ def test_a_system_without_cpuinfo_still_has_a_name(monkeypatch, tmp_path):
     assert (found.kind, found.has_native_bf16) == ("CPU", False)
 
 
-def test_the_memory_of_a_gpu_is_a_part_of_what_jax_has_taken(monkeypatch):
+def test_free_memory_of_a_gpu_is_the_unused_part_of_the_jax_pool(monkeypatch):
     gpu = SimpleNamespace(
         platform="gpu",
         device_kind="NVIDIA H200",

@@ -1,3 +1,5 @@
+"""Packed arrays, and the count and the log of compiled programs."""
+
 import re
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from jaxserve.runner import jit
 from jaxserve.runner.jit import pack
 
 
-def test_what_is_unpacked_on_the_device_is_what_was_packed():
+def test_unpack_returns_the_packed_arrays():
     rng = np.random.default_rng(0)
     tree = {
         "floats": rng.normal(size=(3, 5)).astype(np.float32),
@@ -42,7 +44,7 @@ def test_equal_shapes_share_a_program():
     assert len(calls) == 1
 
 
-def test_later_changes_of_the_arrays_do_not_reach_the_buffer():
+def test_pack_copies_the_arrays():
     array = np.arange(3, dtype=np.int32)
     packed = pack(array)
     array[:] = 9
@@ -67,7 +69,7 @@ def test_no_other_module_uses_a_private_interface_of_jax():
     assert using == [jit.__file__]
 
 
-def test_a_compilation_is_noted_once_and_warned_about_unless_expected(caplog):
+def test_logs_each_compilation_once_and_warns_of_unexpected_compilations(caplog):
     log = jit.CompilationLog()
     program = jit.Program("doubling", jax.jit(lambda x: 2 * x), log)
     with log.expected():

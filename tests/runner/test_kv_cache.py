@@ -1,3 +1,5 @@
+"""KV cache: the size of a token, and the dtype."""
+
 import jax
 import pytest
 
@@ -5,7 +7,7 @@ from jaxserve.device import Device
 from jaxserve.runner.kv_cache import allocate, bytes_per_token, cache_dtype
 
 
-def test_size_of_a_token_is_that_of_the_arrays():
+def test_bytes_per_token_equal_the_size_of_the_arrays():
     shape = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": "bfloat16"}
     kv = allocate(**shape, num_blocks=5, block_size=4)
     assert kv.k.shape == kv.v.shape == (3, 5, 4, 2, 8)

@@ -1,4 +1,4 @@
-"""Scheduler, runner and sampler together, on a small model, against a full recomputation."""
+"""Scheduler, runner and sampler together, compared with a full recomputation of each sequence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 def greedy_reference(model, prompt: list[int], num_tokens: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(int(model.whole(tokens).argmax()))
+        tokens.append(int(model.last_logits(tokens).argmax()))
     return tokens[len(prompt) :]
 
 
@@ -88,7 +88,7 @@ def sampled_alone(generate) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_seeded_sampling_is_the_same_however_it_is_run(generate, sampled_alone, variant):
+def test_scheduling_does_not_change_seeded_samples(generate, sampled_alone, variant):
     requests = {
         str(i): request for i, request in enumerate(zip(PROMPTS, MIXED_PARAMS, strict=True))
     }
@@ -96,7 +96,7 @@ def test_seeded_sampling_is_the_same_however_it_is_run(generate, sampled_alone, 
     assert {name: tokens_of(out) for name, out in outputs.items()} == sampled_alone
 
 
-def test_seeds_matter(generate):
+def test_different_seeds_give_different_tokens(generate):
     params = [SamplingParams(temperature=2, max_tokens=8, seed=s) for s in (0, 1, 2**32, -1)]
     outputs = generate({str(i): (PROMPTS[2], p) for i, p in enumerate(params)})
     assert len({tuple(tokens_of(out)) for out in outputs.values()}) == 4
@@ -110,7 +110,7 @@ def test_penalties_equal_a_reference_loop(tiny_model, generate, depth):
     )  # fmt: skip
     tokens = list(PROMPTS[2])
     for _ in range(20):
-        logits = tiny_model.whole(tokens).astype(np.float64)
+        logits = tiny_model.last_logits(tokens).astype(np.float64)
         output = tokens[len(PROMPTS[2]) :]
         for token in set(tokens):
             logits[token] *= 1.5 if logits[token] < 0 else 1 / 1.5
@@ -120,14 +120,14 @@ def test_penalties_equal_a_reference_loop(tiny_model, generate, depth):
     assert tokens_of(outputs["a"]) == tokens[len(PROMPTS[2]) :]
 
 
-def test_min_tokens_holds_back_stop_ids_until_then(tiny_model, generate):
+def test_stop_ids_are_blocked_until_min_tokens(tiny_model, generate):
     free = greedy_reference(tiny_model, PROMPTS[2], 6)
     params = SamplingParams(
         temperature=0, max_tokens=6, min_tokens=3, seed=0, stop_token_ids=tuple(set(free))
     )
     tokens = list(PROMPTS[2])
     for i in range(6):
-        logits = tiny_model.whole(tokens)
+        logits = tiny_model.last_logits(tokens)
         if i < 3:
             logits[list(set(free))] = -np.inf
         tokens.append(int(logits.argmax()))
@@ -149,7 +149,7 @@ def test_biases_allowed_tokens_and_bad_words_equal_a_reference_loop(tiny_model, 
     )  # fmt: skip
     expected = []
     for _ in range(24):
-        logits = tiny_model.whole([*prompt, *expected])
+        logits = tiny_model.last_logits([*prompt, *expected])
         logits[[i for i in range(VOCAB) if i not in allowed]] = -np.inf
         for *start, last in words:
             if expected[len(expected) - len(start) :] == start:
@@ -165,7 +165,7 @@ def test_biases_allowed_tokens_and_bad_words_equal_a_reference_loop(tiny_model, 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prompt_logprobs_are_those_of_the_reference(tiny_model, generate, variant):
+def test_prompt_logprobs_equal_the_reference(tiny_model, generate, variant):
     asked = [3, 0, 20, None, 1, 5, None, 2]
     requests = {
         str(i): (
@@ -175,16 +175,16 @@ def test_prompt_logprobs_are_those_of_the_reference(tiny_model, generate, varian
         for i, (prompt, k) in enumerate(zip(PROMPTS, asked, strict=True))
     }
     outputs = generate(requests, **VARIANTS[variant])
-    for (prompt, params), of_request in zip(requests.values(), outputs.values(), strict=True):
-        assert all(output.prompt_logprobs is None for output in of_request[1:])
-        found = of_request[0].prompt_logprobs
+    for (prompt, params), request_outputs in zip(requests.values(), outputs.values(), strict=True):
+        assert all(output.prompt_logprobs is None for output in request_outputs[1:])
+        found = request_outputs[0].prompt_logprobs
         if params.prompt_logprobs is None:
             assert found is None
             continue
         assert len(found) == len(prompt)
         assert found[0] is None
         for i, entry in enumerate(found[1:], 1):
-            logits = tiny_model.whole(prompt[:i]).astype(np.float64)
+            logits = tiny_model.last_logits(prompt[:i]).astype(np.float64)
             expected = logits - np.log(np.exp(logits).sum())
             best = np.argsort(-logits)[: params.prompt_logprobs].tolist()
             assert entry.token_ids == [prompt[i], *best]
@@ -196,8 +196,8 @@ def test_prompt_logprobs_are_those_of_the_reference(tiny_model, generate, varian
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_vectors_of_prompts_are_those_of_the_reference(tiny_model, generate, variant):
-    """Among requests that generate, and fewer or more of them than are pooled at a time."""
+def test_vectors_of_prompts_equal_the_reference(tiny_model, generate, variant):
+    """Requests that generate run beside them, and more or fewer than fit one pooling program."""
     requests = {str(i): (prompt, GREEDY) for i, prompt in enumerate(PROMPTS)}
     for pooling in ("last", "mean"):
         params = SamplingParams(temperature=0, seed=0, pooling=pooling)
@@ -214,8 +214,7 @@ def test_vectors_of_prompts_are_those_of_the_reference(tiny_model, generate, var
         assert tokens_of(outputs[str(i)]) == greedy_reference(tiny_model, prompt, 12)
 
 
-def test_prompt_logprobs_come_once_also_after_a_crash(generate, runner):
-    """A resubmitted request has had them."""
+def test_a_resubmitted_request_gets_no_prompt_logprobs_again(generate, runner):
     params = SamplingParams(temperature=0, max_tokens=6, seed=0, prompt_logprobs=2)
     whole = generate({"a": (PROMPTS[2], params)})["a"]
     assert whole[0].prompt_logprobs is not None
@@ -237,7 +236,7 @@ def test_prompt_logprobs_come_once_also_after_a_crash(generate, runner):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_logprobs_are_those_of_the_reference(tiny_model, generate, depth):
+def test_logprobs_equal_the_reference(tiny_model, generate, depth):
     asked = SamplingParams(temperature=0.8, max_tokens=5, seed=1, logprobs=3)
     plain = SamplingParams(temperature=0.8, max_tokens=5, seed=1)
     outputs = generate({"a": (PROMPTS[2], asked), "b": (PROMPTS[2], plain)}, depth=depth)
@@ -246,7 +245,7 @@ def test_logprobs_are_those_of_the_reference(tiny_model, generate, depth):
     tokens = list(PROMPTS[2])
     for output in outputs["a"]:
         (entry,) = output.logprobs
-        logits = tiny_model.whole(tokens).astype(np.float64)
+        logits = tiny_model.last_logits(tokens).astype(np.float64)
         expected = logits - np.log(np.exp(logits).sum())
         assert entry.token_ids == [*output.token_ids, *np.argsort(-logits)[:3].tolist()]
         atol = tiny_model.tolerance(len(tokens), of="logits")
@@ -300,8 +299,8 @@ def test_a_program_that_was_not_warmed_up_is_counted_and_logged_once(runner, gen
     assert len(caplog.records) == added
 
 
-def test_padding_leaves_live_tokens_and_slots_alone(runner):
-    """Empty steps of every shape change nothing that a request could read."""
+def test_padding_does_not_change_tokens_or_slots(runner):
+    """An empty step of any shape changes nothing that a request could read."""
     runner._state = runner._state.__class__(runner._state.kv, jnp.arange(4, dtype=jnp.int32) + 100)
     before = np.asarray(runner._state.kv.k).copy()
     runner.warm_up(lambda *_: None)

@@ -1,3 +1,5 @@
+"""Sampling batches: the needs of a step, and the arrays of the rows to sample."""
+
 import dataclasses
 
 import msgspec
@@ -22,7 +24,7 @@ def part(row=0, *, known=(1, 2, 3), num_prompt=3, unknown=0, samples=True, eos=N
     )  # fmt: skip
 
 
-def built(*parts, num_rows=4, builder=None):
+def build_parts(*parts, num_rows=4, builder=None):
     builder = builder or SamplingBatchBuilder(num_rows=S, vocab_size=V)
     for each in parts:
         if each.is_new:
@@ -73,13 +75,13 @@ TO_SAMPLE = dataclasses.replace(PLAIN, to_sample=(0,))
         ({"bad_words_token_ids": ((3, 4),)}, dataclasses.replace(TO_SAMPLE, has_token_lists=True)),
     ],
 )
-def test_needs_are_what_the_requests_ask_for(params, expected):
-    needs, _ = built(part(**params))
+def test_needs_follow_from_the_parameters(params, expected):
+    needs, _ = build_parts(part(**params))
     assert needs == expected
 
 
-def test_only_requests_that_sample_and_ask_go_to_the_sampler():
-    needs, rows = built(
+def test_only_requests_that_need_the_sampler_get_a_row():
+    needs, rows = build_parts(
         part(samples=False, temperature=1, logprobs=3), part(2), part(4, temperature=1),
         part(1, logprobs=3), part(3, logit_bias={2: 1.0}, logprobs=1),
     )  # fmt: skip
@@ -87,8 +89,8 @@ def test_only_requests_that_sample_and_ask_go_to_the_sampler():
     assert rows.kept_in_row.tolist() == [4, 3, S, S]
 
 
-def test_rows_field_by_field():
-    _, rows = built(
+def test_builds_the_arrays_of_rows():
+    _, rows = build_parts(
         part(5, known=(1, 2, 3, 4), seed=-1, temperature=0.001, top_k=7, top_p=0.5, min_p=0.25),
         part(2, known=(1, 2), num_prompt=2, seed=2**40 + 3, repetition_penalty=1.5,
              frequency_penalty=-1, presence_penalty=0.5),
@@ -110,26 +112,26 @@ def entries(rows, num_rows: int) -> list[tuple[int, ...]]:
     return sorted(e for e in zip(*(f.tolist() for f in fields), strict=True) if e[0] < num_rows)
 
 
-def test_blocked_ids_until_min_tokens():
-    # Three tokens of output so far when the fourth is sampled.
-    def at(min_tokens: int, row: int) -> ScheduledRequest:
+def test_stop_ids_are_blocked_until_min_tokens():
+    # Three output tokens are known, and the fourth is to be sampled.
+    def with_min_tokens(min_tokens: int, row: int) -> ScheduledRequest:
         return part(row, known=range(10, 16), num_prompt=3, eos=9, stop_token_ids=(4, 5),
                     min_tokens=min_tokens)  # fmt: skip
 
-    _, rows = built(at(4, 0), at(3, 1), at(0, 2))
+    _, rows = build_parts(with_min_tokens(4, 0), with_min_tokens(3, 1), with_min_tokens(0, 2))
     assert entries(rows.blocked, 4) == [(0, 4), (0, 5), (0, 9)]
 
 
-def test_biases_are_limited_and_forgotten_with_the_row():
+def test_biases_are_limited_and_cleared_when_the_row_is_reused():
     builder = SamplingBatchBuilder(num_rows=S, vocab_size=V)
-    _, rows = built(
+    _, rows = build_parts(
         part(2, temperature=1), part(4, logit_bias={7: 0.5, 99: 1e30, 0: -101.0}), builder=builder
     )  # fmt: skip
     found = zip(
         *(f.tolist() for f in (rows.biased.rows, rows.biased.ids, rows.biased.values)), strict=True
     )
     assert sorted(e for e in found if e[0] < 4) == [(1, 0, -100.0), (1, 7, 0.5), (1, 99, 100.0)]
-    needs, rows = built(part(4), builder=builder)
+    needs, rows = build_parts(part(4), builder=builder)
     assert needs == PLAIN
     assert rows.biased is None
 
@@ -140,7 +142,7 @@ def allowed(rows, i: int) -> list[int]:
 
 def test_masks_hold_the_allowed_tokens_and_other_rows_allow_all():
     ids = (0, 31, 32, 63, 99)
-    _, rows = built(part(3, temperature=1), part(1, allowed_token_ids=ids))
+    _, rows = build_parts(part(3, temperature=1), part(1, allowed_token_ids=ids))
     assert rows.mask.shape == (4, 4)
     assert allowed(rows, 1) == list(ids)
     assert allowed(rows, 0) == allowed(rows, 3) == list(range(V))
@@ -156,14 +158,14 @@ WORDS = ((9,), (1, 2), (3, 1, 4), (5, 3, 1, 6))
         ((3, 1), 0, 0, {(9, -1, 0), (2, -1, 0), (4, -1, 0)}),
         ((5, 3, 1), 0, 0, {(9, -1, 0), (2, -1, 0), (4, -1, 0), (6, -1, 0)}),
         ((5, 3, 1), 1, 0, {(9, -1, 0), (2, -1, 0), (4, -1, 0)}),
-        ((0,), 1, 1, {(9, -1, 0), (2, 5, 1)}),  # what the device knows may be the 1
+        ((0,), 1, 1, {(9, -1, 0), (2, 5, 1)}),  # the token that only the device knows may be 1
         ((3,), 0, 1, {(9, -1, 0), (2, 5, 1), (4, 5, 1)}),
         ((5, 3), 0, 1, {(9, -1, 0), (2, 5, 1), (4, 5, 1), (6, 5, 1)}),
         ((5, 3), 1, 1, {(9, -1, 0), (2, 5, 1), (4, 5, 1)}),
     ],
 )
 def test_bad_words_block_their_last_token(known, num_prompt, unknown, expected):
-    _, rows = built(
+    _, rows = build_parts(
         part(0, temperature=1),
         part(5, known=known, num_prompt=num_prompt, unknown=unknown, bad_words_token_ids=WORDS),
     )
@@ -178,9 +180,11 @@ def test_bad_words_block_their_last_token(known, num_prompt, unknown, expected):
     assert {e[0] for e in found} == {1}
 
 
-def test_seen_tokens_grow_with_the_request_and_are_forgotten_with_the_row():
+def test_seen_tokens_grow_with_the_request_and_are_cleared_when_the_row_is_reused():
     builder = SamplingBatchBuilder(num_rows=S, vocab_size=V)
-    _, rows = built(part(3, known=(7, 7, 8), num_prompt=2, presence_penalty=1), builder=builder)
+    _, rows = build_parts(
+        part(3, known=(7, 7, 8), num_prompt=2, presence_penalty=1), builder=builder
+    )
     assert entries(rows.seen, 4) == [(0, 7, 0), (0, 8, 1)]
     assert rows.seen.pending_row.tolist() == [-1] * 4
 
@@ -194,15 +198,15 @@ def test_seen_tokens_grow_with_the_request_and_are_forgotten_with_the_row():
     assert entries(rows.seen, 4) == sorted((1, token, n) for token, n in counts.items())
     assert rows.seen.pending_row.tolist() == [-1, 3, -1, -1]
 
-    _, rows = built(part(3, known=(1,), num_prompt=1, presence_penalty=1), builder=builder)
+    _, rows = build_parts(part(3, known=(1,), num_prompt=1, presence_penalty=1), builder=builder)
     assert entries(rows.seen, 4) == [(0, 1, 0)]
 
 
-def test_lists_have_few_sizes():
+def test_token_lists_have_few_sizes():
     sizes = set()
     for num_parts in range(1, 5):
         parts = [part(row, known=range(400), presence_penalty=1) for row in range(num_parts)]
-        _, rows = built(*parts)
+        _, rows = build_parts(*parts)
         assert len(rows.seen.ids) == len(rows.biased.ids) == len(rows.blocked.ids)
         sizes.add(len(rows.seen.ids))
     assert sizes == {1024, 4096}
@@ -217,8 +221,8 @@ def test_lists_have_few_sizes():
         ("repetition", {"repetition_penalty": 1e308}, 1e6),
     ],
 )
-def test_what_would_leave_float32_is_cut(name, params, value):
-    _, rows = built(part(**{"temperature": 1, **params}))
+def test_limits_values_that_overflow_float32(name, params, value):
+    _, rows = build_parts(part(**{"temperature": 1, **params}))
     assert getattr(rows, name)[0] == np.float32(value)
 
 
@@ -234,7 +238,7 @@ def test_what_would_leave_float32_is_cut(name, params, value):
         {"repetition_penalty": 1e308},
     ],
 )
-def test_parameters_that_are_not_normalised_are_refused(params):
+def test_rejects_parameters_that_are_not_normalised(params):
     """The front normalises; an engine that did it again would hide a front that does not."""
     wrong = msgspec.structs.replace(part(0), params=SamplingParams(seed=0, **params))
     with pytest.raises(AssertionError, match=r"greedy|normalised"):

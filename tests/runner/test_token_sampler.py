@@ -1,4 +1,4 @@
-"""Tokens and log probabilities of a step's rows, with all that can be asked for, against numpy."""
+"""Tokens and log probabilities of rows with every parameter, compared with numpy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODES = get_args(LogprobsMode)
 
 @pytest.fixture(scope="module", params=MODES)
 def sampler(request) -> TokenSampler:
-    """One of each mode, so that programs are compiled once."""
+    """Returns one sampler per mode, shared by all tests so that it is compiled once."""
     sampler = TokenSampler(
         num_rows=S, vocab_size=V, logprobs_mode=request.param, log=CompilationLog()
     )
@@ -32,7 +32,7 @@ def sampler(request) -> TokenSampler:
 
 
 class Fixed:
-    """Allows these tokens, whatever comes."""
+    """A constraint that always allows the same tokens."""
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
@@ -62,7 +62,7 @@ def run(sampler: TokenSampler, logits: np.ndarray, parts: list[ScheduledRequest]
     needs = sampler.needs(plan)
     best = jnp.asarray(logits.argmax(-1), jnp.int32)
     last_tokens = jnp.full(sampler.num_rows, -1, jnp.int32)
-    # As the step leaves it: the tokens that do not come from the sampler are there.
+    # The step itself has stored the tokens of the rows that the sampler does not fill.
     for i, each in enumerate(parts):
         if i not in needs.to_sample:
             last_tokens = last_tokens.at[each.row].set(best[i])
@@ -78,7 +78,7 @@ def run(sampler: TokenSampler, logits: np.ndarray, parts: list[ScheduledRequest]
 
 
 def processed(logits: np.ndarray, part: ScheduledRequest) -> np.ndarray:
-    """Masks, bad words, biases and penalties, token by token."""
+    """Applies masks, bad words, biases and penalties, token by token."""
     params, changed = part.params, logits.astype(np.float64)
     tokens = list(part.known_token_ids)
     output = tokens[part.num_prompt_tokens :]
@@ -88,7 +88,7 @@ def processed(logits: np.ndarray, part: ScheduledRequest) -> np.ndarray:
     blocked = changed.copy()
     for (word,) in params.bad_words_token_ids:
         blocked[word] = -np.inf
-    if blocked.max() > -np.inf:  # else something has to be taken all the same
+    if blocked.max() > -np.inf:  # otherwise a bad word must be taken
         changed = blocked
     for token, value in (params.logit_bias or {}).items():
         changed[token] += value
@@ -101,7 +101,7 @@ def processed(logits: np.ndarray, part: ScheduledRequest) -> np.ndarray:
 
 
 def filtered(changed: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Temperature, min_p, top_k and top_p, by sorting."""
+    """Applies temperature, min_p, top_k and top_p, by sorting."""
     if params.is_greedy:
         return changed
     changed = changed / params.temperature
@@ -128,7 +128,7 @@ def expected_numbers(mode: str, logits: np.ndarray, part: ScheduledRequest) -> n
 
 
 def random_part(rng: np.random.Generator, row: int) -> ScheduledRequest:
-    """Each thing that can be asked for is, half of the time."""
+    """Returns a part in which each parameter is set with probability one half."""
 
     def maybe(**fields: object) -> dict[str, object]:
         return {name: value for name, value in fields.items() if rng.random() < 0.5}
@@ -152,17 +152,17 @@ def random_part(rng: np.random.Generator, row: int) -> ScheduledRequest:
 
 
 def tolerance(numbers: np.ndarray) -> float:
-    """How far two float32 evaluations of these logits or log probabilities may be apart.
+    """Returns the largest difference allowed between two float32 evaluations of these numbers.
 
-    The sum over the vocabulary is of a relative error, which is an absolute one of its logarithm;
-    temperature, penalties, bias and the difference are up to eight roundings of the number itself.
+    The relative error of the sum over the vocabulary is an absolute error of its logarithm.
+    Temperature, penalties, bias and the difference round the number itself up to eight times.
     """
     largest = np.abs(numbers[np.isfinite(numbers)]).max()
     return rounding("float32", V) + rounding("float32", 8, scale=largest)
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 2), (1, 4), (2, 9), (3, 16), (4, 16), (5, 16)])
-def test_everything_together_against_numpy(sampler, seed, count):
+def test_all_parameters_together_equal_numpy(sampler, seed, count):
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=(S, V)) * 3).astype(np.float32)
     rows = rng.permutation(S)[:count].tolist()
@@ -183,7 +183,7 @@ def test_everything_together_against_numpy(sampler, seed, count):
         assert ids[0] == token
         atol = tolerance(numbers)
         np.testing.assert_allclose(entry.logprobs, numbers[ids], rtol=0, atol=atol)
-        # Those that are left out are no better, and removed ones have the lowest ids first.
+        # Tokens left out are not more likely. Among removed tokens the lowest IDs come first.
         assert len(set(ids[1:])) == len(ids) - 1 == params.logprobs
         assert entry.logprobs[1:] == sorted(entry.logprobs[1:], reverse=True)
         others = np.delete(numbers, ids[1:])
@@ -192,7 +192,7 @@ def test_everything_together_against_numpy(sampler, seed, count):
         assert entry.rank == 1 + (numbers > numbers[token] + 1e-9).sum()
 
 
-def test_numbers_do_not_depend_on_who_else_asks(sampler):
+def test_logprobs_do_not_depend_on_other_rows(sampler):
     rng = np.random.default_rng(7)
     logits = (rng.normal(size=(S, V)) * 3).astype(np.float32)
     parts = [random_part(rng, row) for row in range(S)]
@@ -211,7 +211,7 @@ def test_numbers_do_not_depend_on_who_else_asks(sampler):
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=atol)
 
 
-def test_requests_that_ask_for_nothing_cost_nothing():
+def test_greedy_requests_without_logprobs_run_no_program():
     log = CompilationLog()
     sampler = TokenSampler(num_rows=S, vocab_size=V, logprobs_mode="raw_logprobs", log=log)
     plain = [part(row, SamplingParams(temperature=0, seed=0), [1, 2, 3]) for row in range(8)]
@@ -227,7 +227,7 @@ def test_requests_that_ask_for_nothing_cost_nothing():
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
-def test_after_warm_up_only_what_is_rare_is_compiled(mode, caplog):
+def test_only_rare_parameters_are_compiled_after_warm_up(mode, caplog):
     log = CompilationLog()
     sampler = TokenSampler(num_rows=6, vocab_size=V, logprobs_mode=mode, log=log)
     with log.expected():

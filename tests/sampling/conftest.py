@@ -1,4 +1,4 @@
-"""Rows with nothing switched on, to start from."""
+"""Sampling inputs with neutral parameters."""
 
 import dataclasses
 from collections.abc import Callable

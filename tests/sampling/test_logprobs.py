@@ -1,3 +1,5 @@
+"""Log probabilities: values, ranks, and the most likely tokens."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ def reference(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def test_values_ranks_and_order_against_a_sort():
+def test_values_ranks_and_order_equal_a_sort():
     rng = np.random.default_rng(0)
     logits = np.round(rng.normal(size=(6, 500)) * 3, 1).astype(np.float32)
     tokens = rng.integers(0, 500, 6).astype(np.int32)
@@ -21,7 +23,7 @@ def test_values_ranks_and_order_against_a_sort():
         order = np.argsort(-logits[row], kind="stable")[:3].tolist()
         message = to_message(found, row, token, 3)
         assert message.token_ids == [token, *order]
-        # A relative error of the sum is an absolute one of its logarithm; two subtractions follow.
+        # A relative error of a sum is an absolute error of its logarithm; two subtractions follow.
         atol = rounding("float32", 500) + rounding("float32", 2, scale=np.abs(expected[row]).max())
         np.testing.assert_allclose(
             message.logprobs, expected[row][[token, *order]], rtol=0, atol=atol
@@ -29,7 +31,7 @@ def test_values_ranks_and_order_against_a_sort():
         assert message.rank == 1 + (logits[row] > logits[row, token]).sum()
 
 
-def test_no_top_tokens_leaves_the_sampled_one():
+def test_zero_top_tokens_returns_only_the_sampled_token():
     found = compute_logprobs(jnp.zeros((1, 10)), jnp.array([3]), 1)
     message = to_message(jax.tree.map(np.asarray, found), 0, 3, 0)
     assert message.token_ids == [3]
@@ -37,7 +39,7 @@ def test_no_top_tokens_leaves_the_sampled_one():
     np.testing.assert_allclose(message.logprobs, [-np.log(10)], rtol=rounding("float32", 10))
 
 
-def test_logits_in_place_of_log_probabilities():
+def test_as_logits_returns_logits():
     logits = np.random.default_rng(1).normal(size=(2, 400)).astype(np.float32)
     logits[:, ::3] = -np.inf
     found = compute_logprobs(jnp.asarray(logits), jnp.array([3, 5]), 2, as_logits=True)

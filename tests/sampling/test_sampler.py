@@ -1,3 +1,5 @@
+"""Sampling of rows: blocked tokens, masks, biases, filters and draws."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +14,12 @@ FILTERED = Filters.SMALL_TOP_K
 
 
 @jax.jit
-def jitted(logits, last_tokens, rows):
-    """The tokens of both functions together."""
+def sample_tokens(logits, last_tokens, rows):
+    """Returns the tokens drawn from the processed logits."""
     return sample(process_logits(logits, last_tokens, rows), rows)[0]
 
 
-def logits_of(num_rows: int, seed: int = 0) -> np.ndarray:
+def make_logits(num_rows: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(num_rows, V)).astype(np.float32) * 2
 
 
@@ -26,37 +28,37 @@ def blocked_tokens(*entries: tuple[int, int, int, int]) -> BlockedTokens:
 
 
 def test_greedy_rows_in_a_mixed_batch_take_the_most_likely_token(make_rows):
-    logits = logits_of(6)
+    logits = make_logits(6)
     rows = make_rows(6, V, temperature=[0, 1, 0, 1, 0, 0], top_p=0.9, top_k=50, filters=FILTERED)
-    tokens = jitted(logits, jnp.zeros(8, jnp.int32), rows)
+    tokens = sample_tokens(logits, jnp.zeros(8, jnp.int32), rows)
     greedy = [0, 2, 4, 5]
     np.testing.assert_array_equal(np.asarray(tokens)[greedy], logits.argmax(-1)[greedy])
 
 
-def test_greedy_rows_take_the_most_likely_of_what_is_not_blocked(make_rows):
-    logits = logits_of(2)
+def test_greedy_rows_take_the_most_likely_token_that_is_not_blocked(make_rows):
+    logits = make_logits(2)
     best = logits.argmax(-1)
     blocked = blocked_tokens((0, best[0], -1, 0), (2, 0, -1, 0))
     rows = make_rows(2, V, temperature=0, blocked=blocked)
-    tokens = jitted(logits, jnp.zeros(2, jnp.int32), rows)
+    tokens = sample_tokens(logits, jnp.zeros(2, jnp.int32), rows)
     logits[0, best[0]] = -np.inf
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
-def test_some_tokens_are_blocked_only_after_another(make_rows):
-    logits = logits_of(3)
+def test_blocks_a_token_only_after_its_previous_token(make_rows):
+    logits = make_logits(3)
     best = logits.argmax(-1)
     last_tokens = jnp.array([0, 7, 0, 8], jnp.int32)
-    # Row 0 comes after the token 7 and row 1 after 8, as their entries want it; row 2 does not.
+    # Rows 0 and 1 follow the tokens 7 and 8 that their entries name; row 2 does not.
     blocked = blocked_tokens((0, best[0], 1, 7), (1, best[1], 3, 8), (2, best[2], 3, 7))
     rows = make_rows(3, V, temperature=0, kept_in_row=4, blocked=blocked)
-    tokens = jitted(logits, last_tokens, rows)
+    tokens = sample_tokens(logits, last_tokens, rows)
     logits[[0, 1], best[:2]] = -np.inf
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
-def mask_of(*rows: list[int], vocab_size: int = V) -> jnp.ndarray:
-    """Bit by bit, the slow way."""
+def make_mask(*rows: list[int], vocab_size: int = V) -> jnp.ndarray:
+    """Returns a mask that allows the given tokens of each row, set bit by bit."""
     mask = np.zeros((len(rows), -(-vocab_size // 32)), np.uint32)
     for row, ids in enumerate(rows):
         for i in ids:
@@ -64,13 +66,13 @@ def mask_of(*rows: list[int], vocab_size: int = V) -> jnp.ndarray:
     return jnp.asarray(mask)
 
 
-def test_masks_blocked_tokens_and_biases_in_this_order(make_rows):
+def test_applies_masks_then_blocked_tokens_then_biases(make_rows):
     logits = np.zeros((3, 70), np.float32)
     logits[:, 0], logits[:, 1], logits[:, 69] = 5, 4, 3
-    mask = mask_of([1, 31, 32, 69], [1, 69], [69], vocab_size=70)
+    mask = make_mask([1, 31, 32, 69], [1, 69], [69], vocab_size=70)
     fields = {
         "mask": mask,
-        # A bias brings nothing back that has been removed, and nothing is removed that is the last.
+        # A bias does not restore a removed token, and the last token left is not removed.
         "blocked": blocked_tokens((0, 1, -1, 0), (1, 1, -1, 0), (2, 69, -1, 0)),
         "biased": BiasedTokens(
             rows=jnp.array([0, 1, 1, 3]), ids=jnp.array([32, 1, 0, 0]), values=jnp.array([3.5] * 4)
@@ -78,13 +80,13 @@ def test_masks_blocked_tokens_and_biases_in_this_order(make_rows):
         "temperature": 0,
     }
     rows = make_rows(3, 70, **fields)
-    tokens = jitted(logits, jnp.zeros(3, jnp.int32), rows)
+    tokens = sample_tokens(logits, jnp.zeros(3, jnp.int32), rows)
     assert tokens.tolist() == [32, 69, 69]
 
 
 def frequencies_fit(counts: np.ndarray, probabilities: np.ndarray) -> bool:
     """Pearson's test, with the normal approximation of the chi-square distribution."""
-    assert counts[probabilities == 0].sum() == 0, "a token that must not come up"
+    assert counts[probabilities == 0].sum() == 0, "a removed token was drawn"
     expected = probabilities * counts.sum()
     few = expected < 5
     counts = np.append(counts[~few], counts[few].sum())
@@ -95,7 +97,7 @@ def frequencies_fit(counts: np.ndarray, probabilities: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_what_is_drawn_follows_the_softmax_after_masks_and_biases(make_rows, filtered):
+def test_draws_follow_the_softmax_after_masks_and_biases(make_rows, filtered):
     vocab_size, draws = 50, 20_000
     rng = np.random.default_rng(3)
     logits = rng.normal(size=vocab_size).astype(np.float32)
@@ -110,10 +112,10 @@ def test_what_is_drawn_follows_the_softmax_after_masks_and_biases(make_rows, fil
     rows = make_rows(
         draws, vocab_size, temperature=0.8, top_k=15 if filtered else vocab_size,
         filters=FILTERED if filtered else Filters.NONE,
-        biased=biased, mask=jnp.repeat(mask_of(allowed, vocab_size=vocab_size), draws, 0),
+        biased=biased, mask=jnp.repeat(make_mask(allowed, vocab_size=vocab_size), draws, 0),
     )  # fmt: skip
     many = np.repeat(logits[None], draws, 0)
-    tokens = jitted(many, jnp.zeros(draws, jnp.int32), rows)
+    tokens = sample_tokens(many, jnp.zeros(draws, jnp.int32), rows)
 
     changed = logits.astype(np.float64)
     changed[ids] += values
@@ -124,37 +126,37 @@ def test_what_is_drawn_follows_the_softmax_after_masks_and_biases(make_rows, fil
     counts = np.bincount(tokens, minlength=vocab_size)
     assert frequencies_fit(counts, expected / expected.sum())
     unbiased = np.exp(np.where(np.isfinite(changed), logits, -np.inf) / 0.8)
-    assert not frequencies_fit(counts, unbiased / unbiased.sum()), "the test sees a missing bias"
+    assert not frequencies_fit(counts, unbiased / unbiased.sum()), "a missing bias would pass"
 
 
 @pytest.mark.parametrize("filters", [Filters.NONE, Filters.SMALL_TOP_K])
-def test_a_row_does_not_depend_on_its_neighbours_place_or_batch_size(make_rows, filters):
-    logits = logits_of(16)
+def test_a_row_does_not_depend_on_other_rows_its_index_or_the_batch_size(make_rows, filters):
+    logits = make_logits(16)
     seeds = np.random.default_rng(1).integers(0, 2**32, (16, 2), np.uint32)
     fields = {"positions": np.arange(16) + 5, "seeds": seeds, "top_p": np.linspace(0.3, 1, 16)}
     last_tokens = jnp.zeros(16, jnp.int32)
-    together = jitted(logits, last_tokens, make_rows(16, V, filters=filters, **fields))
+    together = sample_tokens(logits, last_tokens, make_rows(16, V, filters=filters, **fields))
     shuffled = np.random.default_rng(2).permutation(16)[:5]
     part = {name: value[shuffled] for name, value in fields.items()}
-    apart = jitted(logits[shuffled], last_tokens, make_rows(5, V, filters=filters, **part))
-    np.testing.assert_array_equal(apart, np.asarray(together)[shuffled])
+    subset = sample_tokens(logits[shuffled], last_tokens, make_rows(5, V, filters=filters, **part))
+    np.testing.assert_array_equal(subset, np.asarray(together)[shuffled])
 
 
-def test_filters_apply_in_order_min_p_top_k_top_p(make_rows):
-    # top_k leaves 0.4 0.3 0.2, top_p 0.7 of what is left (0.63) leaves the first two.
+def test_top_k_applies_before_top_p(make_rows):
+    # top_k keeps 0.4, 0.3 and 0.2; a top_p of 0.7 of their sum (0.63) keeps the first two.
     logits = np.log(np.array([[0.4, 0.3, 0.2, 0.05, 0.05]], np.float32))
     many = np.repeat(logits, 500, 0)
     rows = make_rows(500, 5, top_k=3, top_p=0.7, filters=FILTERED)
-    tokens = jitted(many, jnp.zeros(500, jnp.int32), rows)
+    tokens = sample_tokens(many, jnp.zeros(500, jnp.int32), rows)
     assert set(np.asarray(tokens).tolist()) == {0, 1}
-    # Without top_k, 0.7 of everything needs the first two as well, 0.71 the third.
+    # Without top_k, 0.7 of the whole sum also needs the first two, and 0.71 the third.
     rows = make_rows(500, 5, top_p=0.71, filters=FILTERED)
-    tokens = jitted(many, jnp.zeros(500, jnp.int32), rows)
+    tokens = sample_tokens(many, jnp.zeros(500, jnp.int32), rows)
     assert set(np.asarray(tokens).tolist()) == {0, 1, 2}
 
 
-def test_processed_logits_are_those_that_are_drawn_from(make_rows):
-    """Against a sort; greedy rows keep theirs."""
+def test_filtered_logits_equal_a_sort_and_keep_the_drawn_token(make_rows):
+    """Greedy rows keep all their logits."""
     rng = np.random.default_rng(4)
     logits = np.round(rng.normal(size=(60, 300)) * 3, 1).astype(np.float32)
     temperature = rng.choice([0, 0.5, 1.3], 60)

@@ -1,3 +1,5 @@
+"""Stages of the sampler, one by one."""
+
 import dataclasses
 
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ def ints(*values: int) -> jnp.ndarray:
     return jnp.array(values, jnp.int32)
 
 
-def test_blocked_tokens_are_removed_and_padding_is_harmless(logits, make_rows):
+def test_block_tokens_removes_tokens_and_ignores_padding(logits, make_rows):
     blocked = BlockedTokens(
         rows=ints(0, 0, 3, 4, 4), ids=ints(5, 6, 299, 0, 1), previous_row=ints(*[-1] * 5),
         previous_token=ints(*[0] * 5),
@@ -33,7 +35,7 @@ def test_blocked_tokens_are_removed_and_padding_is_harmless(logits, make_rows):
 
 
 def reference_penalties(logits, prompt, output, repetition, frequency, presence):
-    """One row, token by token, as the OpenAI and Hugging Face documents define them."""
+    """Penalises one row, token by token, as the OpenAI and Hugging Face documents define it."""
     changed = logits.astype(np.float64)
     for token in {*prompt, *output}:
         value = changed[token]
@@ -60,12 +62,12 @@ def test_penalties_count_prompt_output_and_the_pending_token(logits, make_rows, 
     expected = logits.astype(np.float64)
     output = output if pending is None else [*output, pending]
     expected[1] = reference_penalties(logits[1], prompt, output, 1.3, 0.5, 0.25)
-    # A factor, and the products and differences of two penalties.
+    # The roundings of a factor, and of the products and differences of two penalties.
     atol = rounding("float32", 5, scale=np.abs(expected).max())
     np.testing.assert_allclose(changed, expected, rtol=0, atol=atol)
 
 
-def test_temperature_divides_and_leaves_greedy_rows(logits, make_rows):
+def test_temperature_divides_logits_and_keeps_greedy_rows(logits, make_rows):
     rows = make_rows(4, V, temperature=[0, 0.5, 1, 2])
     changed = stages.scale_by_temperature(jnp.asarray(logits), rows)
     np.testing.assert_allclose(
@@ -97,7 +99,7 @@ def test_top_k_keeps_the_k_largest_and_their_ties(logits, make_rows, large):
 @pytest.mark.parametrize(
     "stage", [stages.block_tokens, stages.penalise, stages.keep_min_p, stages.keep_top_k]
 )  # fmt: skip
-def test_a_stage_that_nobody_needs_does_nothing(logits, make_rows, stage):
+def test_an_unneeded_stage_returns_its_input(logits, make_rows, stage):
     given = jnp.asarray(logits)
     rows = make_rows(4, V, min_p=0.5, top_k=3)
     assert stage(given, rows) is given

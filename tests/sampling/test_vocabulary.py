@@ -1,3 +1,5 @@
+"""Selection over the vocabulary, compared with sorting."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ WIDTHS = (7, 128, 1000, 128 * 70, 128 * 70 + 1)
 
 
 def values_with_ties(width: int, *, seed: int = 0, rows: int = 5) -> np.ndarray:
-    """Rounded normal values, so that ties are everywhere, with some -inf."""
+    """Returns rounded normal values, which have many ties, and some -inf."""
     rng = np.random.default_rng(seed)
     values = np.round(rng.normal(size=(rows, width)) * 3, 1).astype(np.float32) + 0
     values[rng.random(values.shape) < 0.1] = -np.inf
@@ -17,7 +19,7 @@ def values_with_ties(width: int, *, seed: int = 0, rows: int = 5) -> np.ndarray:
 
 
 def sorted_ids(values: np.ndarray) -> np.ndarray:
-    """Ids in descending order of value, ties by the lowest id."""
+    """Returns IDs in descending order of value, ties by the lowest ID."""
     return np.argsort(-values, axis=-1, kind="stable")
 
 
@@ -55,7 +57,7 @@ def test_nan_gives_an_index_in_range():
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_smallest_of_mass_against_a_sum_in_descending_order(width):
+def test_smallest_of_mass_equals_a_sum_in_descending_order(width):
     values = values_with_ties(width, seed=width + 2, rows=6)
     weights = np.random.default_rng(width).integers(0, 5, values.shape).astype(np.float32)
     part = np.array([0.1, 0.3, 0.5, 0.9, 1.0, 2.0])

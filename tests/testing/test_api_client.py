@@ -1,3 +1,5 @@
+"""Streams of the API: chunks, framing and finish reasons."""
+
 import httpx
 import pytest
 
@@ -7,7 +9,7 @@ CHUNK = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
 LAST = b'data: {"choices":[{"index":0,"text":"b","finish_reason":"stop"}]}\n\n'
 
 
-def test_a_stream_is_read() -> None:
+def test_reads_a_stream() -> None:
     streamed = Streamed.parse(httpx.Headers(), CHUNK + LAST + b"data: [DONE]\n\n")
     assert streamed.done
     assert streamed.deltas() == ["a", "b"]
@@ -17,11 +19,11 @@ def test_a_stream_is_read() -> None:
 
 
 @pytest.mark.parametrize("raw", [CHUNK[:-1], b"event: x\n" + CHUNK, CHUNK + b"\n", b": ping\n\n"])
-def test_slips_of_framing_are_seen(raw) -> None:
+def test_rejects_wrong_framing(raw) -> None:
     with pytest.raises(AssertionError):
         Streamed.parse(httpx.Headers(), raw)
 
 
-def test_two_ends_are_seen() -> None:
+def test_rejects_two_finish_reasons() -> None:
     with pytest.raises(AssertionError):
         Streamed.parse(httpx.Headers(), LAST + LAST).finish_reason()

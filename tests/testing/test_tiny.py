@@ -1,3 +1,5 @@
+"""Tiny checkpoints: configs, tensors, scripts and files."""
+
 import json
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from jaxserve.testing.tiny import (
 
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
-def test_config_is_one_of_transformers(architecture: str, tmp_path: Path) -> None:
+def test_transformers_reads_the_config(architecture: str, tmp_path: Path) -> None:
     config = tiny_config(architecture, tie_word_embeddings=True, num_hidden_layers=3)
     write_checkpoint(tmp_path, config)
     read = AutoConfig.from_pretrained(tmp_path)
@@ -26,11 +28,11 @@ def test_config_is_one_of_transformers(architecture: str, tmp_path: Path) -> Non
     assert read.rope_parameters["rope_theta"] == 10000.0
 
 
-def test_none_removes_a_key() -> None:
+def test_none_removes_a_key_of_the_config() -> None:
     assert "head_dim" not in tiny_config(head_dim=None)
 
 
-def test_tensors_of_each_kind() -> None:
+def test_tensor_shapes_of_each_architecture() -> None:
     llama = tensor_shapes(tiny_config())
     assert len(llama) == 3 + 2 * 9
     assert llama["model.layers.1.self_attn.k_proj.weight"] == (32, 64)
@@ -43,7 +45,7 @@ def test_tensors_of_each_kind() -> None:
     assert qwen3["model.layers.0.self_attn.q_norm.weight"] == (16,)
 
 
-def test_random_tensors_follow_the_seed() -> None:
+def test_random_tensors_depend_on_the_seed() -> None:
     config = tiny_config()
     first, same, other = (random_tensors(config, seed=seed) for seed in (0, 0, 1))
     for name, array in first.items():
@@ -51,7 +53,7 @@ def test_random_tensors_follow_the_seed() -> None:
         assert (array != other[name]).any()
 
 
-def test_script() -> None:
+def test_scripted_tensors_generate_the_script() -> None:
     config = tiny_config(hidden_size=600)
     tensors = scripted_tensors(config, {5: 7, 7: 7, 9: 0}, sharpness=0.5)
     assert tensors.keys() == tensor_shapes(config).keys()
@@ -67,14 +69,14 @@ def test_script() -> None:
     assert not logits[6].any()
 
 
-def test_script_needs_room_for_every_token() -> None:
+def test_rejects_a_script_without_room_for_every_token() -> None:
     with pytest.raises(AssertionError, match="at least vocab_size"):
         scripted_tensors(tiny_config(), {})
     with pytest.raises(AssertionError, match="must not be tied"):
         scripted_tensors(tiny_config(hidden_size=512, tie_word_embeddings=True), {})
 
 
-def test_whole_checkpoint(tmp_path: Path) -> None:
+def test_writes_a_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(
         tmp_path,
         num_shards=2,

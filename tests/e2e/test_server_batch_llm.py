@@ -1,4 +1,4 @@
-"""The server, the batch program and `LLM` give the same answers, and take the same flags."""
+"""The server, the batch program and `LLM` take the same flags and give equal completions."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,9 @@ from jaxserve.testing.tolerance import assert_close
 MESSAGES = [{"role": "user", "content": "hello world"}]
 
 
-def test_all_agree(serve, settings, flags, tiny_model: Path, tmp_path: Path) -> None:
+def test_server_batch_program_and_llm_agree(
+    serve, settings, flags, tiny_model: Path, tmp_path: Path
+) -> None:
     sampling = {"temperature": 0.8, "top_p": 0.05, "seed": 3, "max_tokens": 40}
     more = ["--logprobs-mode", "processed_logits", "--max-logprobs", "30"]
     body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 25, **sampling}
@@ -28,34 +30,41 @@ def test_all_agree(serve, settings, flags, tiny_model: Path, tmp_path: Path) -> 
     result = json.loads((tmp_path / "out.jsonl").read_text())
     (batched,) = result["response"]["body"]["choices"]
 
-    # The rest of the tests keep no compiled programs, and the setting counts for the whole process.
-    own = {**settings, "compilation_cache_dir": "", "warmup": False, "show_progress": False}
-    own |= {"logprobs_mode": "processed_logits", "max_logprobs": 30}
-    with LLM(str(tiny_model), **own) as llm:
+    # The folder of compiled programs is a setting of the whole process, so this engine sets none.
+    llm_settings = {
+        **settings,
+        "compilation_cache_dir": "",
+        "warmup": False,
+        "show_progress": False,
+    }
+    llm_settings |= {"logprobs_mode": "processed_logits", "max_logprobs": 30}
+    with LLM(str(tiny_model), **llm_settings) as llm:
         params = SamplingParams(logprobs=25, **sampling)
         (output,) = llm.chat(MESSAGES, params, use_tqdm=False)
-    (answer,) = output.outputs
+    (completion,) = output.outputs
 
-    assert batched["message"]["content"] == served.message.content == answer.text
-    assert batched["finish_reason"] == served.finish_reason == answer.finish_reason
+    assert batched["message"]["content"] == served.message.content == completion.text
+    assert batched["finish_reason"] == served.finish_reason == completion.finish_reason
 
-    numbers = [
+    served_values = [
         [entry.logprob, *(top.logprob for top in entry.top_logprobs)]
         for entry in served.logprobs.content
     ]
-    in_file = [
+    batched_values = [
         [entry["logprob"], *(top["logprob"] for top in entry["top_logprobs"])]
         for entry in batched["logprobs"]["content"]
     ]
-    finite = np.array(numbers) > -9999.0
+    finite = np.array(served_values) > -9999.0
     num_tokens = reply.usage.total_tokens
-    assert ((np.array(in_file) > -9999.0) == finite).all()
-    assert_close(np.array(in_file)[finite], np.array(numbers)[finite], num_tokens=num_tokens)
+    assert ((np.array(batched_values) > -9999.0) == finite).all()
+    assert_close(
+        np.array(batched_values)[finite], np.array(served_values)[finite], num_tokens=num_tokens
+    )
     for (sampled, *top), token, by_id in zip(
-        numbers, answer.token_ids, answer.logprobs, strict=True
+        served_values, completion.token_ids, completion.logprobs, strict=True
     ):
         assert len(top) == 25
         assert top[-1] == -9999.0  # not in the top half
-        # Logits, since probabilities of the likeliest would be below 0.
+        # Log probabilities would not be positive, so these are logits.
         assert top[0] > 0
         assert_close(sampled, by_id[token].logprob, num_tokens=num_tokens)

@@ -14,7 +14,7 @@ def run(checkpoint: Path, *argv: str, server: list[str]) -> int:
     return main(["--model", str(checkpoint), *small, *idle, *argv, "--", *FAKE, *server])
 
 
-def test_everything_is_measured(front_checkpoint: Path, tmp_path: Path, capsys) -> None:
+def test_the_output_has_every_figure(front_checkpoint: Path, tmp_path: Path, capsys) -> None:
     output = tmp_path / "figures.json"
     assert run(front_checkpoint, "--output", str(output), server=["--max-num-seqs", "8"]) == 0
     figures = json.loads(output.read_text())
@@ -30,6 +30,6 @@ def test_everything_is_measured(front_checkpoint: Path, tmp_path: Path, capsys) 
 
 def test_a_server_that_does_not_start_shows_its_output(front_checkpoint: Path, capsys) -> None:
     assert run(front_checkpoint, "--skip-cold-start", server=["--policy", "fastest"]) == 1
-    said = capsys.readouterr().err
-    assert "the server ended with exit code" in said
-    assert "fastest" in said
+    message = capsys.readouterr().err
+    assert "the server ended with exit code" in message
+    assert "fastest" in message

@@ -1,3 +1,5 @@
+"""Figures of a benchmark, computed from the arrival times of tokens."""
+
 import dataclasses
 import json
 
@@ -13,7 +15,7 @@ def timing(sent: float, first: float, gap: float, count: int) -> Timing:
     return Timing(sent, arrivals, num_prompt_tokens=10)
 
 
-def test_one_request() -> None:
+def test_figures_of_one_request() -> None:
     figures = LoadFigures.of([timing(1.0, 3.0, 0.5, 9)])
     assert figures == LoadFigures(
         num_requests=1,
@@ -27,7 +29,7 @@ def test_one_request() -> None:
     )
 
 
-def test_the_steady_rate_leaves_ramps_out() -> None:
+def test_the_steady_rate_excludes_ramps() -> None:
     # The second starts late, the first ends early; in between both get 10 tokens a second.
     early, late = timing(0.0, 1.0, 0.1, 101), timing(0.0, 6.0, 0.1, 101)
     figures = LoadFigures.of([early, late])
@@ -36,12 +38,12 @@ def test_the_steady_rate_leaves_ramps_out() -> None:
     assert (figures.ttft_median_s, figures.ttft_max_s) == (6.0, 6.0)
 
 
-def test_tokens_that_come_together_all_count() -> None:
+def test_tokens_that_arrive_together_all_count() -> None:
     bundled = Timing(0.0, [(1.0, 1), (2.0, 5), (3.0, 9)], 10)
     assert LoadFigures.of([bundled]).steady_tokens_per_s == 4.0
 
 
-def test_no_steady_rate_without_a_common_time() -> None:
+def test_requests_that_do_not_overlap_have_no_steady_rate() -> None:
     first, second = timing(0.0, 1.0, 0.1, 5), timing(0.0, 9.0, 0.1, 5)
     assert LoadFigures.of([first, second]).steady_tokens_per_s is None
 

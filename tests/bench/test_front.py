@@ -28,19 +28,19 @@ def test_every_endpoint_is_measured(
     assert "| chat, 40 tokens/s per stream |" in capsys.readouterr().out
 
 
-class Pouring:
-    """A server that answers any request with these pieces."""
+class PiecewiseServer:
+    """A server that replies to a request with these pieces, each after the one before was read."""
 
     def __init__(self, *pieces: bytes) -> None:
         self._pieces = pieces
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self._taken = [threading.Event() for _ in pieces]
+        self._read_events = [threading.Event() for _ in pieces]
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
-    def go_on(self, piece: int) -> None:
-        self._taken[piece].set()
+    def mark_read(self, piece: int) -> None:
+        self._read_events[piece].set()
 
     def close(self) -> None:
         self._thread.join()
@@ -50,32 +50,34 @@ class Pouring:
         connection, _ = self._listener.accept()
         with connection:
             connection.recv(2**16)
-            for piece, taken in zip(self._pieces, self._taken, strict=True):
+            for piece, was_read in zip(self._pieces, self._read_events, strict=True):
                 connection.sendall(piece)
-                assert taken.wait(60)
+                assert was_read.wait(60)
 
 
-def test_events_are_counted_wherever_they_are_cut() -> None:
-    server = Pouring(b"HTTP/1.1 200 OK\r\n\r\ndata: 1\n", b"\ndata: 2\n\ndata: 3\n\n", b"data: 4\n")
+def test_events_are_counted_once_when_split_between_reads() -> None:
+    server = PiecewiseServer(
+        b"HTTP/1.1 200 OK\r\n\r\ndata: 1\n", b"\ndata: 2\n\ndata: 3\n\n", b"data: 4\n"
+    )
     with front.Streams(server.port, "chat", 1, 10) as streams:
         streams.read(until_all_began=True)
         assert streams.num_events == 0
-        server.go_on(0)
+        server.mark_read(0)
         while streams.num_events < 3:
             streams.read(seconds=0.01)
-        server.go_on(1)
+        server.mark_read(1)
         streams.read(seconds=0.05)
         assert streams.num_events == 3
-        server.go_on(2)
+        server.mark_read(2)
         with pytest.raises(ConnectionError, match="ended"):
             streams.read(seconds=60)
     server.close()
 
 
-def test_streams_that_do_not_begin() -> None:
-    server = Pouring(b"HTTP/1.1 200 OK\r\n\r\n")
+def test_streams_that_do_not_begin_are_an_error() -> None:
+    server = PiecewiseServer(b"HTTP/1.1 200 OK\r\n\r\n")
     with front.Streams(server.port, "chat", 1, 10) as streams:
         with pytest.raises(ConnectionError, match="1 streams have not begun"):
             streams.read(seconds=0.05, until_all_began=True)
-        server.go_on(0)
+        server.mark_read(0)
     server.close()

@@ -1,4 +1,4 @@
-"""The comparison of neighbours, on a server with a fake engine."""
+"""The benchmark that compares requests with different neighbours, on a fake engine."""
 
 import itertools
 import json
@@ -20,23 +20,23 @@ def timing(first: float, gap: float, count: int) -> Timing:
     return Timing(0.0, [(first + i * gap, i + 1) for i in range(count)])
 
 
-def test_every_kind_is_compared_with_the_runs_before_and_after(
+def test_each_feature_is_compared_with_the_runs_before_and_after(
     front_checkpoint: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    """The server takes every body; the times of its answers and of the processors are made up."""
+    """The server accepts every body; the times of its replies and of the processors are faked."""
     calls = []
 
-    async def answer(host: str, port: int, body: dict) -> Timing:
+    async def fake_completion(host: str, port: int, body: dict) -> Timing:
         run = len(calls) // 3
         calls.append(body)
         await stream_completion(host, port, body)
-        # First everything once, then plain ones at even runs, each a tenth slower than the last.
+        # Every feature runs once to warm up. Then even runs are plain, each a tenth slower.
         warm = 1 + len(features(1))
         gap = 1.1 ** (run - warm) * (3 if (run - warm) % 2 else 1)
         return timing(0.0, gap, 9)
 
     ticks = itertools.count()
-    monkeypatch.setattr(neighbours, "stream_completion", answer)
+    monkeypatch.setattr(neighbours, "stream_completion", fake_completion)
     monkeypatch.setattr(ServerProcess, "cpu_seconds", lambda self: next(ticks))
     output = tmp_path / "figures.json"
     small = ["--num-neighbours", "2", "--input-len", "5", "--output-len", "9", "--repeats", "1"]
@@ -53,13 +53,13 @@ def test_every_kind_is_compared_with_the_runs_before_and_after(
     assert all(f"| {feature} |" in table for feature in features(1))
 
 
-def test_only_the_common_time_counts_and_only_the_neighbours() -> None:
-    # All three are in flight from 5 to 10; the one beside is slow and does not count.
+def test_only_neighbours_count_and_only_while_all_requests_run() -> None:
+    # All three are in flight from 5 to 10; the request beside is slow and does not count.
     others = [timing(0.0, 0.5, 21), timing(5.0, 0.25, 101)]
     beside = timing(2.0, 4.0, 10)
     assert seconds_between_tokens(others, beside=beside) == pytest.approx(1 / 3)
 
 
-def test_answers_that_do_not_overlap_say_so() -> None:
+def test_completions_that_do_not_overlap_are_an_error() -> None:
     with pytest.raises(JaxserveError, match="output-len"):
         seconds_between_tokens([timing(0.0, 0.1, 5)], beside=timing(9.0, 0.1, 5))

@@ -1,3 +1,5 @@
+"""The client of the engine processes: streams, failures, draining and closing."""
+
 import asyncio
 import contextlib
 import os
@@ -16,7 +18,7 @@ from jaxserve.testing.fake_runner import FakeModel, expected_tokens
 FAKE = "jaxserve.testing.fake_engine:build"
 ENDLESS = SamplingParams(max_tokens=1000, seed=0)
 SLOW = "fake:step_s=0.01"
-TIMEOUT_S = 30  # of what hangs only if something is broken
+TIMEOUT_S = 30  # for waits that only a defect makes this long
 
 
 def engine_config(model="fake", *, num_engines=1, max_num_seqs=None):
@@ -29,7 +31,7 @@ def engine_config(model="fake", *, num_engines=1, max_num_seqs=None):
 
 @pytest.fixture
 def engines():
-    """``engines()``: the running processes that this test started, oldest first."""
+    """``engines()`` returns the running processes that this test started, oldest first."""
     before = set(psutil.Process().children())
 
     def engines():
@@ -109,7 +111,7 @@ def is_healthy(client):
 
 
 async def start_streams(client, number, params=ENDLESS):
-    """Tasks that read streams to their end, all of which have begun."""
+    """Returns tasks that read streams to their end. All streams have begun."""
     begun = asyncio.Semaphore(0)
 
     async def read(request_id):
@@ -133,23 +135,23 @@ async def start_streams(client, number, params=ENDLESS):
     return tasks
 
 
-async def test_concurrent_streams_are_each_right(start):
+async def test_concurrent_streams_get_the_same_tokens_as_alone(start):
     client = await start(num_engines=2, max_num_seqs=16)
     jobs = [
         ([i, *range(i % 40)], SamplingParams(max_tokens=1 + 7 * i % 90, seed=i, top_p=0.9))
         for i in range(64)
     ]
-    answers = await asyncio.gather(
+    completions = await asyncio.gather(
         *(collect(client, prompt, params, f"r{i}") for i, (prompt, params) in enumerate(jobs))
     )
-    assert answers == [expect(client, prompt, params) for prompt, params in jobs]
+    assert completions == [expect(client, prompt, params) for prompt, params in jobs]
     totals = [stats.total_generation_tokens for stats in client.stats.values()]
-    assert sum(totals) == sum(len(answer) for answer in answers)
+    assert sum(totals) == sum(len(completion) for completion in completions)
     assert min(totals) > 0
     assert requests_held(client) == [0, 0]
 
 
-async def test_outputs_say_how_a_request_ended(start):
+async def test_the_last_output_has_the_finish_reason(start):
     client = await start("fake:eos_after=4")
     async with generate(client, params=SamplingParams(seed=1), eos_token_id=9) as outputs:
         got = [output async for output in outputs]
@@ -171,7 +173,7 @@ async def test_requests_go_to_the_engine_with_the_smallest_score(start):
         await until(client, lambda: sorted(requests_held(client)) == [1, 2])
         tasks += [group.create_task(collect(client, request_id="r3"))]
         await until(client, lambda: requests_held(client) == [2, 2])
-        # Both are full: what comes now waits, and is spread evenly.
+        # Both engines are full: new requests wait, and are spread evenly.
         tasks += [group.create_task(collect(client, request_id=f"r{i}")) for i in range(4, 10)]
         await until(client, lambda: requests_held(client) == [5, 5])
         assert {(s.num_running, s.num_waiting) for s in client.stats.values()} == {(2, 3)}
@@ -179,18 +181,18 @@ async def test_requests_go_to_the_engine_with_the_smallest_score(start):
             task.cancel()
 
 
-async def test_requests_that_are_over_do_not_count(start):
+async def test_finished_requests_do_not_count(start):
     client = await start(SLOW, num_engines=2)
     (endless,) = await start_streams(client, 1)
     for _ in range(5):
         await collect(client, (1, 2), SamplingParams(max_tokens=2, seed=1))
-    # The first engine was busy with three prompt tokens all the time.
+    # The first engine ran only the request with three prompt tokens all the time.
     assert [stats.total_prompt_tokens for stats in client.stats.values()] == [3, 10]
     endless.cancel()
 
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
-async def test_leaving_a_stream_frees_what_it_held(start, how):
+async def test_leaving_a_stream_frees_its_row_and_blocks(start, how):
     client = await start(SLOW)
     if how == "close":
         async with generate(client) as outputs:
@@ -223,7 +225,7 @@ async def test_a_slow_reader_gets_the_rest_at_once(start):
     assert [output.finish_reason for output in got] == [None, FinishReason.LENGTH]
 
 
-async def test_an_id_in_use_is_refused(start):
+async def test_rejects_an_id_in_use(start):
     client = await start(SLOW, num_engines=2)
     async with generate(client, request_id="twice") as outputs:
         await anext(outputs)
@@ -232,8 +234,8 @@ async def test_an_id_in_use_is_refused(start):
         assert caught.value.param == "request_id"
         await anext(outputs)
     params = SamplingParams(max_tokens=3, seed=1)
-    answer = await collect(client, request_id="twice", params=params)
-    assert answer == expect(client, (1, 2, 3), params)
+    completion = await collect(client, request_id="twice", params=params)
+    assert completion == expect(client, (1, 2, 3), params)
 
 
 async def test_a_killed_engine_fails_its_own_requests_only(start, engines, caplog):
@@ -253,7 +255,7 @@ async def test_a_killed_engine_fails_its_own_requests_only(start, engines, caplo
         client.check_health()
     assert "failed requests in flight: 2" in caplog.text
     assert client.stats[0].num_running == 0
-    # The other engine takes what comes.
+    # The other engine serves new requests.
     short = SamplingParams(max_tokens=5, seed=4)
     for _ in range(3):
         assert await collect(client, params=short) == expect(client, (1, 2, 3), short)
@@ -265,7 +267,7 @@ async def test_a_killed_engine_fails_its_own_requests_only(start, engines, caplo
         await collect(client)
 
 
-async def test_a_step_that_fails_is_reported_with_its_cause(start, caplog):
+async def test_a_failed_step_is_reported_with_its_cause(start, caplog):
     client = await start("fake:fail_on_step=3")
     with pytest.raises(EngineDeadError, match="RuntimeError: the fake runner was asked to fail"):
         await collect(client)
@@ -274,13 +276,13 @@ async def test_a_step_that_fails_is_reported_with_its_cause(start, caplog):
     assert "Traceback" in caplog.text
 
 
-async def test_an_error_of_the_user_at_the_start_keeps_its_type(start, caplog):
+async def test_a_user_error_at_the_start_keeps_its_type(start, caplog):
     with pytest.raises(ConfigError, match="fake:bogus=1"):
         await start("fake:bogus=1", num_engines=2)
     assert "Traceback" not in caplog.text
 
 
-async def test_an_error_that_is_not_listed_arrives_as_its_base_class(factory):
+async def test_an_unlisted_error_arrives_as_its_base_class(factory):
     body = "from jaxserve.errors import UnknownModelError\nraise UnknownModelError('m', ('a',))"
     with pytest.raises(JaxserveError, match="Models served here: a") as caught:
         await EngineClient.start(engine_config(), factory=factory(body))
@@ -296,25 +298,25 @@ async def test_an_error_that_is_not_listed_arrives_as_its_base_class(factory):
         ("if engine == 0: os._exit(9)\ntime.sleep(60)", "exit code 9"),
     ],
 )
-async def test_an_engine_that_dies_at_the_start_ends_the_start(factory, body, message, engines):
+async def test_an_engine_that_dies_while_it_starts_fails_the_start(factory, body, message, engines):
     config = engine_config(num_engines=2 if "engine == 0" in body else 1)
     with pytest.raises(EngineDeadError, match=message):
         await EngineClient.start(config, factory=factory(body))
     assert engines() == []
 
 
-async def test_engines_without_a_device_each_are_not_started(start, monkeypatch):
+async def test_rejects_more_engines_than_devices(start, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(ConfigError, match="needs as many GPUs"):
         await start(num_engines=2)
 
 
-async def test_a_factory_that_is_not_there():
+async def test_a_missing_factory_is_an_error():
     with pytest.raises(EngineDeadError, match="ModuleNotFoundError: No module named 'nowhere'"):
         await EngineClient.start(engine_config(), factory="nowhere:build")
 
 
-async def test_a_start_that_is_cancelled_leaves_no_process(factory, engines):
+async def test_a_cancelled_start_leaves_no_process(factory, engines):
     loading = asyncio.Event()
     body = (
         "from jaxserve.ipc.messages import Progress\n"
@@ -346,7 +348,7 @@ async def test_progress_is_reported(start):
     assert [ready.engine for ready in client.engines.values()] == [0, 1]
 
 
-async def test_health_fails_while_requests_are_in_flight_and_nothing_moves(start, engines):
+async def test_health_fails_if_an_engine_with_requests_is_stuck(start, engines):
     client = await start(SLOW, stuck_after_s=0.5)
     (engine,) = engines()
     (stream,) = await start_streams(client, 1)
@@ -362,7 +364,7 @@ async def test_health_fails_while_requests_are_in_flight_and_nothing_moves(start
     stream.cancel()
 
 
-async def test_health_fails_when_an_engine_is_stuck_and_its_clients_have_given_up(start, engines):
+async def test_health_fails_if_an_engine_is_stuck_after_its_requests_were_aborted(start, engines):
     client = await start(SLOW, stuck_after_s=0.5)
     (engine,) = engines()
     stream = client.generate(Submit("a", [1], ENDLESS))
@@ -394,7 +396,7 @@ async def test_drain_waits_for_the_end_of_every_request(start):
     await client.drain(timeout_s=60)
 
 
-async def test_drain_aborts_what_takes_too_long(start):
+async def test_drain_aborts_requests_that_take_too_long(start):
     client = await start(SLOW)
     async with generate(client) as outputs:
         await anext(outputs)
@@ -405,7 +407,7 @@ async def test_drain_aborts_what_takes_too_long(start):
     await until(client, lambda: requests_held(client) == [0] and client.stats[0].kv_usage == 0)
 
 
-async def test_close_fails_what_is_in_flight_and_leaves_nothing_behind(start, engines):
+async def test_close_fails_requests_in_flight_and_removes_processes_and_folder(start, engines):
     client = await start(SLOW, num_engines=2)
     streams = await start_streams(client, 3)
     children = engines()
@@ -425,7 +427,7 @@ async def test_close_fails_what_is_in_flight_and_leaves_nothing_behind(start, en
     assert not os.path.exists(folder)
 
 
-async def test_close_goes_on_when_its_caller_is_cancelled(start, engines):
+async def test_close_continues_when_its_caller_is_cancelled(start, engines):
     client = await start(SLOW)
     close = asyncio.create_task(client.close())
     await asyncio.sleep(0)
@@ -457,7 +459,7 @@ async def test_observers_see_every_token(start):
     assert await collect(client, params=params) == seen
 
 
-def test_it_works_on_uvloop():
+def test_the_client_works_on_uvloop():
     async def main():
         client = await EngineClient.start(engine_config(), factory=FAKE)
         try:

@@ -1,4 +1,4 @@
-"""The engine in a thread keeps the promises of the `Engine` protocol."""
+"""The engine in a thread fulfils the `Engine` protocol."""
 
 import asyncio
 import threading
@@ -33,9 +33,9 @@ async def start():
     engines = []
 
     async def start(
-        given: EngineConfig | None = None, build: Callable[[], BuiltEngine] | None = None
+        engine_config: EngineConfig | None = None, build: Callable[[], BuiltEngine] | None = None
     ) -> InProcessEngine:
-        build = build or (lambda: fake_engine.build(given or config(), 0, ignore))
+        build = build or (lambda: fake_engine.build(engine_config or config(), 0, ignore))
         engine = await InProcessEngine.start(build)
         engines.append(engine)
         return engine
@@ -72,45 +72,45 @@ async def until_idle(engine: InProcessEngine) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_tokens_are_those_of_the_model(start) -> None:
+async def test_outputs_have_the_tokens_of_the_model(start) -> None:
     engine = await start()
     assert await read(generate(engine, [1, 2, 3])) == expected([1, 2, 3])
     assert engine.ready.vocab_size == FAKE.vocab_size
 
 
-async def test_many_at_once_each_as_if_alone(start) -> None:
-    """With a pool that is too small for all, so that some are preempted."""
+async def test_concurrent_requests_get_the_same_tokens_as_alone(start) -> None:
+    """The block pool is too small for all requests, so some are preempted."""
     engine = await start(config(cache=CacheConfig(num_blocks=24)))
     prompts = [[i] * (1 + i % 40) for i in range(40)]
-    answers = await asyncio.gather(
+    completions = await asyncio.gather(
         *(read(generate(engine, p, f"r{i}", max_tokens=5 + i)) for i, p in enumerate(prompts))
     )
-    assert answers == [expected(p, max_tokens=5 + i) for i, p in enumerate(prompts)]
+    assert completions == [expected(p, max_tokens=5 + i) for i, p in enumerate(prompts)]
     assert engine.stats[0].total_preemptions > 0
     await until_idle(engine)
 
 
-async def test_a_seed_decides(start) -> None:
+async def test_the_seed_determines_the_tokens(start) -> None:
     engine = await start()
-    answers = [
+    completions = [
         await read(generate(engine, [1, 2], f"r{seed}", temperature=1.0, seed=seed))
         for seed in (5, 6, 5)
     ]
-    assert answers[0] == answers[2] == expected([1, 2], temperature=1.0, seed=5)
-    assert answers[0] != answers[1]
+    assert completions[0] == completions[2] == expected([1, 2], temperature=1.0, seed=5)
+    assert completions[0] != completions[1]
 
 
-async def test_closing_the_generator_frees_what_it_held(start) -> None:
+async def test_closing_the_generator_frees_its_blocks_and_request_id(start) -> None:
     engine = await start(config("fake:step_s=0.001"))
     outputs = generate(engine, [1] * 100, max_tokens=900)
     await anext(outputs)
     await outputs.aclose()
     await until_idle(engine)
-    # The id is free again.
+    # The ID can be used again.
     assert await read(generate(engine, [1, 2, 3])) == expected([1, 2, 3])
 
 
-async def test_a_request_can_be_ended_from_outside(start) -> None:
+async def test_abort_ends_a_request(start) -> None:
     engine = await start(config("fake:step_s=0.001"))
     outputs = generate(engine, [1] * 100, max_tokens=900)
     await anext(outputs)
@@ -120,7 +120,7 @@ async def test_a_request_can_be_ended_from_outside(start) -> None:
     await until_idle(engine)
 
 
-async def test_an_id_in_use_is_refused(start) -> None:
+async def test_rejects_an_id_in_use(start) -> None:
     engine = await start(config("fake:step_s=0.001"))
     first = generate(engine, [1], max_tokens=900)
     await anext(first)
@@ -129,7 +129,7 @@ async def test_an_id_in_use_is_refused(start) -> None:
     await first.aclose()
 
 
-async def test_a_slow_reader_gets_all_that_came_in_one(start) -> None:
+async def test_a_slow_reader_gets_pending_outputs_as_one(start) -> None:
     engine = await start()
     outputs = generate(engine, [7], max_tokens=50)
     tokens = list((await anext(outputs)).token_ids)
@@ -137,7 +137,7 @@ async def test_a_slow_reader_gets_all_that_came_in_one(start) -> None:
         while engine.stats[0].total_generation_tokens < 50:
             await asyncio.sleep(0.005)
     rest = [output async for output in outputs]
-    assert len(rest) <= 1  # none if all had come before the first was read
+    assert len(rest) <= 1  # none if all arrived before the first read
     for output in rest:
         tokens += output.token_ids
         assert output.finish_reason == FinishReason.LENGTH
@@ -157,7 +157,7 @@ async def test_a_failing_step_fails_every_request(start) -> None:
         await read(generate(engine, [1], "later"))
 
 
-async def test_closing_fails_what_is_in_flight(start) -> None:
+async def test_closing_fails_requests_in_flight(start) -> None:
     engine = await start(config("fake:step_s=0.001"))
     reading = asyncio.create_task(read(generate(engine, [1], max_tokens=900)))
     async with asyncio.timeout(20):
@@ -171,7 +171,7 @@ async def test_closing_fails_what_is_in_flight(start) -> None:
         engine.check_health()
 
 
-async def test_what_the_factory_raises_is_raised() -> None:
+async def test_start_raises_the_error_of_the_factory() -> None:
     def build() -> BuiltEngine:
         raise ConfigError("impossible")
 

@@ -1,3 +1,5 @@
+"""The launch of an engine process: its environment, its exit code and its end."""
+
 import asyncio
 import os
 import signal
@@ -36,13 +38,13 @@ async def process():
     folder.remove()
 
 
-def test_the_child_finds_modules_where_the_front_does():
+def test_the_child_has_the_module_path_of_the_front():
     env = child_environment(launch(), {"PYTHONPATH": "/x", "HOME": "/h"}, ["", "/a", "/b"])
     assert env["PYTHONPATH"].split(os.pathsep) == [os.getcwd(), "/a", "/b"]
     assert env["HOME"] == "/h"
 
 
-def test_the_front_s_own_variables_win(monkeypatch):
+def test_variables_of_the_front_override_the_defaults(monkeypatch):
     monkeypatch.setattr(launcher, "XLA_FLAGS", ("--xla_one=1", "--xla_two=2"))
     env = child_environment(launch(), {}, [])
     assert env["TF_CPP_MIN_LOG_LEVEL"] == "2"
@@ -53,7 +55,7 @@ def test_the_front_s_own_variables_win(monkeypatch):
     assert env["XLA_FLAGS"] == "--xla_one=1 --xla_two=2 --xla_one=9"
 
 
-def test_jax_takes_the_memory_that_was_asked_for_and_half_of_the_rest():
+def test_jax_gets_the_requested_memory_and_half_of_the_rest():
     new, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     assert child_environment(launch(), {}, [])[new] == "0.950"
     assert child_environment(launch(), {new: "0.5"}, [])[new] == "0.5"
@@ -70,13 +72,13 @@ def test_jax_takes_the_memory_that_was_asked_for_and_half_of_the_rest():
         ("", ["", ""]),
     ],
 )
-def test_each_of_several_engines_has_a_gpu_of_its_own(visible, expected):
+def test_each_of_several_engines_has_its_own_gpu(visible, expected):
     inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     environments = [child_environment(launch(i, num_engines=2), inherited, []) for i in range(2)]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == expected
 
 
-def test_one_engine_has_every_gpu():
+def test_a_single_engine_sees_every_gpu():
     assert "CUDA_VISIBLE_DEVICES" not in child_environment(launch(), {}, [])
     env = child_environment(launch(), {"CUDA_VISIBLE_DEVICES": "3,5"}, [])
     assert env["CUDA_VISIBLE_DEVICES"] == "3,5"
@@ -95,24 +97,24 @@ async def test_wait_returns_the_exit_code(process):
     assert await process.stop(timeout_s=0) == -signal.SIGKILL
 
 
-async def test_a_process_leaves_when_its_input_ends(process):
+async def test_a_process_exits_when_its_stdin_closes(process):
     process.close_stdin()
     async with asyncio.timeout(20):
         assert await process.wait() == 0
 
 
-async def test_stop_kills_a_process_that_cannot_leave(process, monkeypatch):
+async def test_stop_kills_a_process_that_cannot_exit(process, monkeypatch):
     monkeypatch.setattr(launcher, "STDIN_CLOSED_TIMEOUT_S", 0.05)
     os.kill(process.pid, signal.SIGSTOP)
     assert await process.stop(timeout_s=0.05) == -signal.SIGKILL
 
 
-async def test_a_child_that_dies_at_once_is_no_error_of_the_launch(monkeypatch):
+async def test_the_launch_of_a_child_that_dies_at_once_succeeds(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert await EngineProcess(launch()).wait() == 1
 
 
-async def test_cancelling_a_wait_leaves_the_others_alone(process):
+async def test_cancelling_a_wait_does_not_affect_other_waits(process):
     first, second = (asyncio.create_task(process.wait()) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()

@@ -1,3 +1,5 @@
+"""The stream of outputs of one request."""
+
 import asyncio
 import random
 
@@ -24,7 +26,7 @@ async def test_each_output_is_read_once_in_order():
     assert await reader == RequestOutput("a", [3], FinishReason.STOP, stop_reason=3)
 
 
-async def test_a_slow_reader_gets_what_came_in_the_meantime_as_one():
+async def test_a_slow_reader_gets_pending_outputs_as_one():
     stream = OutputStream()
     stream.push(RequestOutput("a", [1], num_cached_tokens=16, scheduled_s=2.5))
     stream.push(RequestOutput("a", [2, 3], num_cached_tokens=16, scheduled_s=2.5))
@@ -36,7 +38,7 @@ async def test_a_slow_reader_gets_what_came_in_the_meantime_as_one():
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_nothing_is_lost_however_outputs_and_reads_mix(seed):
+async def test_no_token_is_lost_in_any_order_of_pushes_and_reads(seed):
     rng = random.Random(seed)
     stream, sent, got, logprobs, ready = OutputStream(), [], [], [], False
     while len(sent) < 200:
@@ -57,7 +59,7 @@ async def test_nothing_is_lost_however_outputs_and_reads_mix(seed):
     assert output.finish_reason == FinishReason.ABORT
 
 
-async def test_an_error_comes_after_what_had_arrived():
+async def test_an_error_is_raised_after_earlier_outputs():
     stream = OutputStream()
     stream.push(RequestOutput("a", [1]))
     stream.fail(EngineDeadError("gone"))

@@ -1,3 +1,5 @@
+"""The load of engines, and the choice of the engine for a request."""
+
 import random
 from collections import Counter
 
@@ -6,7 +8,7 @@ import pytest
 from jaxserve.client.replica import Balancer, Load
 
 
-def test_worked_example():
+def test_a_waiting_request_weighs_more_than_a_running_one():
     a = Load(num_waiting=2, num_running=10)
     b = Load(num_waiting=0, num_running=14)
     assert (a.score, b.score) == (18, 14)
@@ -19,13 +21,13 @@ def test_requests_just_sent_count_as_waiting():
     assert Balancer().pick({0: Load(0, 0, num_sent=1), 1: Load(0, 5)}) == 0
 
 
-def test_ties_take_turns():
+def test_engines_with_equal_scores_take_turns():
     balancer = Balancer()
     loads = {engine: Load(0, 2) for engine in (0, 1, 2)}
     assert [balancer.pick(loads) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_ties_take_turns_when_an_engine_is_gone():
+def test_engines_with_equal_scores_take_turns_after_one_is_gone():
     balancer = Balancer()
     loads = {engine: Load(0, 0) for engine in (0, 1, 2)}
     assert balancer.pick(loads) == 0

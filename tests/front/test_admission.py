@@ -1,4 +1,4 @@
-"""Permits are counted up to the limit and released, however the work ends."""
+"""Permits are counted up to the limit, and released however the work ends."""
 
 import gc
 from collections.abc import AsyncGenerator

@@ -1,4 +1,4 @@
-"""Bounded work: results as they complete, items read late, errors and closing cancel the rest."""
+"""Bounded work: results as they complete, items read late, the rest cancelled on error or close."""
 
 import asyncio
 import itertools
@@ -24,27 +24,27 @@ async def test_results_arrive_as_they_complete() -> None:
     assert [result async for result in results] == []
 
 
-async def test_no_more_than_the_limit_are_in_flight_and_items_are_read_late() -> None:
-    running = most = taken = 0
+async def test_work_in_flight_is_limited_and_items_are_read_late() -> None:
+    running = most_running = last_read = 0
 
     def items():
-        nonlocal taken
+        nonlocal last_read
         for i in range(1, 101):
-            taken = i
+            last_read = i
             yield i
 
     async def work(i: int) -> int:
-        nonlocal running, most
+        nonlocal running, most_running
         running += 1
-        most = max(most, running)
-        assert taken <= i + 8
+        most_running = max(most_running, running)
+        assert last_read <= i + 8
         await asyncio.sleep(0)
         running -= 1
         return i
 
     results = [result async for result in bounded_as_completed(items(), work, limit=7)]
     assert sorted(results) == list(range(1, 101))
-    assert most == 7
+    assert most_running == 7
 
 
 async def test_items_may_be_infinite() -> None:

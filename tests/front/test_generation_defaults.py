@@ -33,16 +33,16 @@ def test_an_error_about_a_value_names_its_file(bad) -> None:
 
 
 def test_overrides_replace_values_of_the_checkpoint() -> None:
-    of_model = {"eos_token_id": [2, 7], "temperature": 0.5, "top_p": 0.9}
+    of_checkpoint = {"eos_token_id": [2, 7], "temperature": 0.5, "top_p": 0.9}
     for use_sampling, expected in (
         (True, {"temperature": 0, "top_p": 0.9}),
         (False, {"temperature": 0}),
     ):
         defaults = GenerationDefaults.from_checkpoint(
-            of_model, {}, use_sampling=use_sampling, overrides={"temperature": 0}
+            of_checkpoint, {}, use_sampling=use_sampling, overrides={"temperature": 0}
         )
         assert defaults == GenerationDefaults(expected, eos_token_ids=(2, 7))
     defaults = GenerationDefaults.from_checkpoint(
-        of_model, {}, overrides={"top_p": None, "eos_token_id": 5}
+        of_checkpoint, {}, overrides={"top_p": None, "eos_token_id": 5}
     )
     assert defaults == GenerationDefaults({"temperature": 0.5}, eos_token_ids=(5,))

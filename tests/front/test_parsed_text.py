@@ -1,4 +1,4 @@
-"""Tokens become the same events however they are divided; only content has stop strings."""
+"""Any division of the tokens gives the same events; only content has stop strings."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ def make_parser() -> MessageParser:
 
 
 def read(text: str, sizes: Sequence[int] = (), **options):
-    """Returns reasoning, content, calls, stop string and tokens used; pushes sizes of ``sizes``."""
+    """Pushes ``sizes`` tokens at a time. Returns reasoning, content, calls, stop, tokens used."""
     options = {"skip_special_tokens": False} | options
     parsed = ParsedText(TOKENIZER, make_parser(), **options)
     ids = TOKENIZER.encode(text)
@@ -53,16 +53,16 @@ def read_any_way() -> Callable:
 
     def check(text: str, **options):
         one_by_one = read(text, **options)
-        source = random.Random(text)
+        rng = random.Random(text)
         for _ in range(30):
-            sizes = [source.choice((1, 2, 5, 40)) for _ in range(100)]
+            sizes = [rng.choice((1, 2, 5, 40)) for _ in range(100)]
             assert read(text, sizes, **options) == one_by_one, sizes
         return one_by_one
 
     return check
 
 
-def test_reasoning_content_and_calls(read_any_way) -> None:
+def test_separates_reasoning_content_and_calls(read_any_way) -> None:
     text = f"<think>hmm é</think>hello {CALL}"
     reasoning, content, calls, stop, used = read_any_way(text)
     assert (reasoning, content, calls) == ("hmm é", "hello", '[f]{"a": "hello!"}')
@@ -83,7 +83,7 @@ def test_stop_strings_are_found_in_content_only(read_any_way) -> None:
     assert kept == content + "!"
 
 
-def test_text_that_is_not_a_call_after_all_is_searched(read_any_way) -> None:
+def test_stop_strings_are_found_in_an_incomplete_call(read_any_way) -> None:
     text = 'Hi <tool_call>{"na!me'
     _, content, calls, stop, _ = read_any_way(text, stop=("!",))
     assert (content, calls, stop) == ('Hi <tool_call>{"na', "", "!")
@@ -96,7 +96,7 @@ def test_the_start_of_a_stop_string_is_not_lost(read_any_way, tail) -> None:
     assert content == "hello z" + tail.replace(CALL, "")
 
 
-def test_no_stop_string_within_min_tokens(read_any_way) -> None:
+def test_stop_strings_are_ignored_within_min_tokens(read_any_way) -> None:
     _, content, _, stop, _ = read_any_way("a!b!c!d", stop=("!",), min_tokens=4)
     assert (content, stop) == ("a!b!c", "!")
 

@@ -25,7 +25,7 @@ def test_a_greedy_completion_has_no_filters() -> None:
     assert task.params.top_k == 3
 
 
-def test_a_low_temperature_is_raised_and_no_top_k_is_zero() -> None:
+def test_a_low_temperature_is_raised_and_top_k_minus_one_becomes_zero() -> None:
     params = SamplingParams(temperature=1e-4, top_p=0.5, top_k=-1)
     sent = tasks_of(params=params)[0].submit.params
     assert (sent.temperature, sent.top_p, sent.top_k) == (TEMPERATURES[0], 0.5, 0)
@@ -42,14 +42,14 @@ def test_each_completion_has_its_index_seed_and_id() -> None:
     assert all(name.startswith("r-") for name in ids)
 
 
-def test_the_engine_gets_no_stop_string_and_the_front_keeps_them() -> None:
+def test_stop_strings_stay_in_the_front() -> None:
     (task,) = tasks_of(params=SamplingParams(stop=("x",)))
     assert task.submit.params.stop == ()
     assert task.params.stop == ("x",)
 
 
 @pytest.mark.parametrize(
-    ("asked", "default", "of_model", "expected"),
+    ("requested", "default", "model_default", "expected"),
     [
         (5, 7, 9, 5),
         (None, 7, 9, 7),
@@ -57,9 +57,11 @@ def test_the_engine_gets_no_stop_string_and_the_front_keeps_them() -> None:
         (None, None, None, READY.max_model_len - 2),
     ],
 )
-def test_the_length_is_that_of_the_request_else_a_default(asked, default, of_model, expected):
-    defaults = GenerationDefaults(max_tokens=of_model)
-    params = SamplingParams(max_tokens=asked)
+def test_the_length_comes_from_the_request_or_a_default(
+    requested, default, model_default, expected
+):
+    defaults = GenerationDefaults(max_tokens=model_default)
+    params = SamplingParams(max_tokens=requested)
     (task,) = tasks_of(params=params, defaults=defaults, default_max_tokens=default)
     assert task.submit.params.max_tokens == expected
 

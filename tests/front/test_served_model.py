@@ -1,4 +1,4 @@
-"""What the front reads of a checkpoint."""
+"""The files of a checkpoint that the front reads."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_sampling_defaults_can_be_overridden(front_checkpoint) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "5", '"x"', "null"])
-def test_overrides_are_an_object(front_checkpoint, text) -> None:
+def test_overrides_must_be_an_object(front_checkpoint, text) -> None:
     config = ModelConfig(str(front_checkpoint), override_generation_config=text)
     with pytest.raises(ConfigError, match="--override-generation-config"):
         ModelFiles.open(config)

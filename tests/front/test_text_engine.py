@@ -24,7 +24,7 @@ from jaxserve.testing.scripted_text_engine import scripted_text_engine
 GREEDY = SamplingParams(temperature=0)
 
 
-def ask(prompts, params: SamplingParams, **options) -> GenerateRequest:
+def make_request(prompts, params: SamplingParams, **options) -> GenerateRequest:
     return GenerateRequest(prompts=prompts, params=params, **options)
 
 
@@ -33,15 +33,15 @@ async def collect(deltas) -> list[Delta]:
         return [delta async for delta in deltas]
 
 
-async def answer(text_engine: TextEngine, params: SamplingParams = GREEDY, prompt=(1, 2, 3)):
-    deltas = await collect(text_engine.generate(ask([list(prompt)], params)))
+async def complete(text_engine: TextEngine, params: SamplingParams = GREEDY, prompt=(1, 2, 3)):
+    deltas = await collect(text_engine.generate(make_request([list(prompt)], params)))
     assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
     return "".join(d.text for d in deltas), deltas[-1]
 
 
-async def test_an_answer_ends_with_the_end_token_which_counts_but_does_not_show() -> None:
+async def test_the_end_token_is_counted_but_not_shown() -> None:
     text_engine = scripted_text_engine("hello world")
-    deltas = await collect(text_engine.generate(ask([[1, 2]], GREEDY)))
+    deltas = await collect(text_engine.generate(make_request([[1, 2]], GREEDY)))
     assert "".join(d.text for d in deltas) == "hello world"
     assert deltas[-1].finish_reason == "stop"
     assert deltas[-1].stop_reason is None
@@ -70,28 +70,30 @@ async def test_an_answer_ends_with_the_end_token_which_counts_but_does_not_show(
         ),
     ],
 )
-async def test_stop_texts_and_stop_ids(params, text, stop_reason, tokens_per_output) -> None:
+async def test_stop_strings_and_stop_ids_end_the_text(
+    params, text, stop_reason, tokens_per_output
+) -> None:
     text_engine = scripted_text_engine("hello in the world", tokens_per_output=tokens_per_output)
-    got, last = await answer(text_engine, params)
+    got, last = await complete(text_engine, params)
     assert got == text
     assert (last.finish_reason, last.stop_reason) == ("stop", stop_reason)
-    # A stop string ends the request in the engine, if that had not ended by itself.
+    # A stop string aborts the request in the engine, unless the engine has ended it already.
     ended_early = isinstance(stop_reason, str) and tokens_per_output == 1
     assert len(text_engine.engine.aborted) == ended_early or tokens_per_output > 1
 
 
-async def test_length_and_stop_on_the_last_token_is_stop() -> None:
+async def test_a_stop_string_in_the_last_token_outranks_the_length() -> None:
     text_engine = scripted_text_engine("hello world")
     two = SamplingParams(temperature=0, max_tokens=2)
-    assert (await answer(text_engine, two))[1].finish_reason == "length"
+    assert (await complete(text_engine, two))[1].finish_reason == "length"
     stop = msgspec.structs.replace(two, stop=("world",))
-    text, last = await answer(text_engine, stop)
+    text, last = await complete(text_engine, stop)
     assert (text, last.finish_reason, last.stop_reason) == ("hello ", "stop", "world")
 
 
-async def test_characters_of_several_tokens_stay_whole_and_tokens_are_all_counted() -> None:
+async def test_characters_of_several_tokens_stay_whole_and_all_tokens_count() -> None:
     text_engine = scripted_text_engine("é🔥 ok")
-    deltas = await collect(text_engine.generate(ask([[1]], GREEDY)))
+    deltas = await collect(text_engine.generate(make_request([[1]], GREEDY)))
     assert "".join(d.text for d in deltas) == "é🔥 ok"
     assert all("\ufffd" not in d.text for d in deltas)
     assert (
@@ -100,13 +102,13 @@ async def test_characters_of_several_tokens_stay_whole_and_tokens_are_all_counte
     )
 
 
-async def test_further_end_tokens_of_the_model_end_an_answer_unless_ignored() -> None:
+async def test_further_end_tokens_end_a_completion_unless_ignored() -> None:
     defaults = GenerationDefaults(eos_token_ids=(269, 267))
     text_engine = scripted_text_engine("hello in the world", defaults=defaults)
-    text, last = await answer(text_engine)
+    text, last = await complete(text_engine)
     assert (text, last.finish_reason, last.stop_reason) == ("hello in", "stop", 267)
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
-    _, last = await answer(text_engine, params)
+    _, last = await complete(text_engine, params)
     assert last.finish_reason == "length"
     submit = text_engine.engine.submitted[-1]
     assert submit.eos_token_id is None
@@ -114,24 +116,24 @@ async def test_further_end_tokens_of_the_model_end_an_answer_unless_ignored() ->
 
 
 @pytest.mark.parametrize("tokens_per_output", [1, 3])
-async def test_n_answers_come_interleaved_and_keep_their_index_and_seed(tokens_per_output) -> None:
+async def test_n_completions_have_their_own_index_and_seed(tokens_per_output) -> None:
     texts = ["hello", "world in the", "é"]
     text_engine = scripted_text_engine(*texts, tokens_per_output=tokens_per_output)
     params = SamplingParams(n=3, seed=2**63 - 2)
-    deltas = await collect(text_engine.generate(ask([[1]], params)))
+    deltas = await collect(text_engine.generate(make_request([[1]], params)))
     for index, text in enumerate(texts):
-        own = [d for d in deltas if d.index == index]
-        assert "".join(d.text for d in own) == text
-        assert [d.finish_reason for d in own if d.finish_reason] == ["stop"]
+        deltas_of_index = [d for d in deltas if d.index == index]
+        assert "".join(d.text for d in deltas_of_index) == text
+        assert [d.finish_reason for d in deltas_of_index if d.finish_reason] == ["stop"]
     seeds = [s.params.seed for s in text_engine.engine.submitted]
     assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
     assert {s.params.n for s in text_engine.engine.submitted} == {1}
     assert len({s.request_id for s in text_engine.engine.submitted}) == 3
 
 
-async def test_a_batch_counts_prompts_first_then_samples() -> None:
+async def test_indexes_go_through_the_samples_of_each_prompt_in_turn() -> None:
     text_engine = scripted_text_engine("he", "ll", "lo", "or")
-    deltas = await collect(text_engine.generate(ask([[1], [2]], SamplingParams(n=2))))
+    deltas = await collect(text_engine.generate(make_request([[1], [2]], SamplingParams(n=2))))
     texts = ["".join(d.text for d in deltas if d.index == i) for i in range(4)]
     assert texts == ["he", "ll", "lo", "or"]
     assert [s.prompt_token_ids for s in text_engine.engine.submitted] == [[1], [1], [2], [2]]
@@ -140,15 +142,15 @@ async def test_a_batch_counts_prompts_first_then_samples() -> None:
 async def test_unseeded_requests_get_different_seeds() -> None:
     text_engine = scripted_text_engine("he")
     for _ in range(3):
-        await collect(text_engine.generate(ask([[1]], SamplingParams())))
+        await collect(text_engine.generate(make_request([[1]], SamplingParams())))
     assert len({s.params.seed for s in text_engine.engine.submitted}) == 3
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_closing_the_stream_aborts_every_answer_at_once(n) -> None:
+async def test_closing_the_stream_aborts_every_completion_at_once(n) -> None:
     text_engine = scripted_text_engine("hello world")
     params = SamplingParams(n=n, ignore_eos=True, max_tokens=200)
-    deltas = text_engine.generate(ask([[1]], params))
+    deltas = text_engine.generate(make_request([[1]], params))
     await anext(deltas)
     assert text_engine.num_in_flight == n
     await deltas.aclose()
@@ -157,11 +159,11 @@ async def test_closing_the_stream_aborts_every_answer_at_once(n) -> None:
     assert text_engine.metrics.finished == {"abort": n}
 
 
-async def test_a_cancelled_reader_aborts_too() -> None:
+async def test_cancelling_a_reader_aborts_the_request() -> None:
     text_engine = scripted_text_engine("hello world")
     text_engine.engine.stall_after = 1
     params = SamplingParams(n=2, max_tokens=100)
-    reader = asyncio.create_task(collect(text_engine.generate(ask([[1]], params))))
+    reader = asyncio.create_task(collect(text_engine.generate(make_request([[1]], params))))
     while len(text_engine.engine.submitted) < 2:
         await asyncio.sleep(0)
     reader.cancel()
@@ -171,16 +173,16 @@ async def test_a_cancelled_reader_aborts_too() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_an_engine_that_dies_breaks_the_stream_and_later_ones_are_unharmed(n) -> None:
+async def test_a_failing_engine_breaks_its_streams_but_not_later_ones(n) -> None:
     text_engine = scripted_text_engine("hello world")
     text_engine.engine.fail_after = 1
-    deltas = text_engine.generate(ask([[1]], SamplingParams(n=n)))
+    deltas = text_engine.generate(make_request([[1]], SamplingParams(n=n)))
     with pytest.raises(EngineDeadError):
         await collect(deltas)
     assert text_engine.num_in_flight == 0
     assert text_engine.metrics.finished["error"] >= 1
     text_engine.engine.fail_after = None
-    assert (await answer(text_engine))[0] == "hello world"
+    assert (await complete(text_engine))[0] == "hello world"
 
 
 @pytest.mark.parametrize(
@@ -197,23 +199,23 @@ async def test_an_engine_that_dies_breaks_the_stream_and_later_ones_are_unharmed
         ([1], {"min_tokens": 256}, InvalidRequestError, "min_tokens", "at most"),
     ],
 )
-async def test_what_cannot_be_served_is_refused_before_it_reaches_the_engine(
+async def test_rejects_invalid_requests_before_they_reach_the_engine(
     prompt, params, error, param, words
 ) -> None:
     text_engine = scripted_text_engine("hello")
     with pytest.raises(error) as caught:
-        text_engine.generate(ask([[5], prompt], SamplingParams(**params)))
+        text_engine.generate(make_request([[5], prompt], SamplingParams(**params)))
     assert caught.value.param == param
     assert words in str(caught.value)
     assert text_engine.engine.submitted == []
-    assert (await answer(text_engine))[0] == "hello"
+    assert (await complete(text_engine))[0] == "hello"
 
 
 @pytest.mark.parametrize("priority", [2**63, -(2**63) - 1])
-async def test_a_priority_that_no_message_can_carry_is_refused(priority) -> None:
+async def test_rejects_a_priority_that_does_not_fit_in_a_message(priority) -> None:
     text_engine = scripted_text_engine("hello")
     with pytest.raises(InvalidRequestError, match="priority must be between") as caught:
-        text_engine.generate(ask([[5]], SamplingParams(), priority=priority))
+        text_engine.generate(make_request([[5]], SamplingParams(), priority=priority))
     assert caught.value.param == "priority"
 
 
@@ -221,28 +223,28 @@ async def test_the_context_is_filled_to_the_last_token() -> None:
     text_engine = scripted_text_engine("hello")
     for prompt_len in (255, 250):
         params = SamplingParams(temperature=0, ignore_eos=True)
-        deltas = await collect(text_engine.generate(ask([[1] * prompt_len], params)))
+        deltas = await collect(text_engine.generate(make_request([[1] * prompt_len], params)))
         assert sum(len(d.token_ids) for d in deltas) == 256 - prompt_len
         assert deltas[-1].finish_reason == "length"
-    asked = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6)
-    await collect(text_engine.generate(ask([[1] * 250], asked)))
+    fitting = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6)
+    await collect(text_engine.generate(make_request([[1] * 250], fitting)))
 
 
-async def test_a_pool_smaller_than_the_context_is_the_limit() -> None:
+async def test_a_pool_smaller_than_the_context_limits_the_length() -> None:
     ready = msgspec.structs.replace(READY, num_blocks=3)
     text_engine = scripted_text_engine("hello", ready=ready)
     with pytest.raises(ContextLengthError, match="32 tokens"):
-        text_engine.generate(ask([[1] * 40], GREEDY))
+        text_engine.generate(make_request([[1] * 40], GREEDY))
 
 
 async def test_the_default_length_is_cut_to_what_fits() -> None:
     text_engine = scripted_text_engine("hello", defaults=GenerationDefaults(max_tokens=20))
     for prompt_len, expected in ((10, 20), (250, 6)):
-        await collect(text_engine.generate(ask([[1] * prompt_len], GREEDY)))
+        await collect(text_engine.generate(make_request([[1] * prompt_len], GREEDY)))
         assert text_engine.engine.submitted[-1].params.max_tokens == expected
 
 
-async def test_texts_that_can_never_fit_are_refused_without_being_encoded(monkeypatch) -> None:
+async def test_rejects_strings_that_can_never_fit_without_encoding_them(monkeypatch) -> None:
     text_engine = scripted_text_engine("hello")
     await text_engine.encode("hello " * 100)
     monkeypatch.setattr(text_engine.model.tokenizer, "encode", None)
@@ -251,22 +253,22 @@ async def test_texts_that_can_never_fit_are_refused_without_being_encoded(monkey
     assert caught.value.param == "messages"
 
 
-async def test_more_answers_than_the_limit_are_turned_away_until_there_is_room() -> None:
+async def test_completions_above_the_admission_limit_are_refused_until_others_end() -> None:
     text_engine = scripted_text_engine("hello world", max_in_flight=3)
-    first = text_engine.generate(ask([[1]], SamplingParams(n=2)))
-    with pytest.raises(QueueFullError):  # accepted counts, begun or not
-        text_engine.generate(ask([[1]], SamplingParams(n=2)))
+    first = text_engine.generate(make_request([[1]], SamplingParams(n=2)))
+    with pytest.raises(QueueFullError):  # accepted requests count before they begin
+        text_engine.generate(make_request([[1]], SamplingParams(n=2)))
     await anext(first)
     with pytest.raises(QueueFullError):
-        text_engine.generate(ask([[1]], SamplingParams(n=2)))
-    await collect(text_engine.generate(ask([[1]], GREEDY)))
+        text_engine.generate(make_request([[1]], SamplingParams(n=2)))
+    await collect(text_engine.generate(make_request([[1]], GREEDY)))
     await first.aclose()
-    await collect(text_engine.generate(ask([[1]], SamplingParams(n=3))))
+    await collect(text_engine.generate(make_request([[1]], SamplingParams(n=3))))
     with pytest.raises(InvalidRequestError, match="at most 3"):
-        text_engine.generate(ask([[1]], SamplingParams(n=4)))
+        text_engine.generate(make_request([[1]], SamplingParams(n=4)))
 
 
-async def test_sampling_is_put_in_order_for_the_engine() -> None:
+async def test_sampling_params_are_normalised_for_the_engine() -> None:
     text_engine = scripted_text_engine("he")
     cases = [
         (SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.1), (0, 1.0, 0, 0.0)),
@@ -274,12 +276,12 @@ async def test_sampling_is_put_in_order_for_the_engine() -> None:
         (SamplingParams(temperature=0.7, top_k=9, min_p=0.2), (0.7, 1.0, 9, 0.2)),
     ]
     for params, expected in cases:
-        await collect(text_engine.generate(ask([[1]], params)))
+        await collect(text_engine.generate(make_request([[1]], params)))
         sent = text_engine.engine.submitted[-1].params
         assert (sent.temperature, sent.top_p, sent.top_k, sent.min_p) == expected
 
 
-async def test_model_names() -> None:
+async def test_rejects_unknown_model_names() -> None:
     text_engine = scripted_text_engine("he", names=("a", "b"))
     for name in ("a", "b", None, ""):
         text_engine.model.check_name(name)
@@ -288,11 +290,11 @@ async def test_model_names() -> None:
             text_engine.model.check_name(name)
 
 
-async def test_requests_are_counted_with_their_tokens_and_reasons() -> None:
+async def test_metrics_count_requests_tokens_and_finish_reasons() -> None:
     text_engine = scripted_text_engine("hello world", tokens_per_output=2)
     for _ in range(4):
-        await collect(text_engine.generate(ask([[1] * 20], GREEDY)))
-    await collect(text_engine.generate(ask([[1] * 20], SamplingParams(n=2, max_tokens=2))))
+        await collect(text_engine.generate(make_request([[1] * 20], GREEDY)))
+    await collect(text_engine.generate(make_request([[1] * 20], SamplingParams(n=2, max_tokens=2))))
     metrics = text_engine.metrics
     assert metrics.finished == {"stop": 4, "length": 2}
     assert metrics.prompt_tokens == 6 * 20

@@ -1,4 +1,4 @@
-"""The wire form: what one side encodes, the other side reads back, and nothing else is accepted."""
+"""The wire format: each side decodes what the other encodes, and rejects everything else."""
 
 import msgspec
 import pytest
@@ -50,36 +50,36 @@ EVENT = (
 
 
 @given(REQUEST)
-def test_requests_come_back_as_they_went(message: m.EngineRequest) -> None:
+def test_decoding_reverses_the_encoding_of_requests(message: m.EngineRequest) -> None:
     assert m.decode_request(m.encode(message)) == message
 
 
 @given(EVENT)
-def test_events_come_back_as_they_went(message: m.EngineEvent) -> None:
+def test_decoding_reverses_the_encoding_of_events(message: m.EngineEvent) -> None:
     assert m.decode_event(m.encode(message)) == message
 
 
 @given(st.binary(max_size=200))
-def test_noise_is_refused(data: bytes) -> None:
+def test_rejects_random_bytes(data: bytes) -> None:
     for decode in (m.decode_request, m.decode_event):
         with pytest.raises((msgspec.DecodeError, msgspec.ValidationError)):
             decode(data)
 
 
-def test_each_direction_refuses_the_other() -> None:
+def test_each_direction_rejects_messages_of_the_other() -> None:
     with pytest.raises(msgspec.ValidationError):
         m.decode_event(m.encode(m.Shutdown()))
     with pytest.raises(msgspec.ValidationError):
         m.decode_request(m.encode(m.EngineFailed(0, "", "", False)))
 
 
-def test_a_field_of_the_wrong_type_is_refused() -> None:
+def test_rejects_a_field_of_the_wrong_type() -> None:
     wire = msgspec.msgpack.encode(["submit", "id", ["not an id"], {}])
     with pytest.raises(msgspec.ValidationError):
         m.decode_request(wire)
 
 
-def test_sampling_params_are_checked_on_arrival() -> None:
+def test_decoding_checks_sampling_params() -> None:
     wire = msgspec.msgpack.encode(["submit", "id", [1], {"temperature": -1.0}])
     with pytest.raises(InvalidRequestError, match="temperature"):
         m.decode_request(wire)
@@ -94,6 +94,6 @@ def test_finish_reasons_have_the_names_of_the_api() -> None:
     ]
 
 
-def test_a_step_of_many_requests_is_small() -> None:
+def test_the_message_of_a_step_with_many_requests_is_small() -> None:
     outputs = [m.RequestOutput(f"request-{i}", [12345]) for i in range(64)]
     assert len(m.encode(m.StepOutputs(0, outputs, m.StepStats()))) < 64 * 40

@@ -1,3 +1,5 @@
+"""The sockets between the front and the engines."""
+
 import asyncio
 import contextlib
 import os
@@ -75,7 +77,7 @@ def front_context():
     return terminated(zmq.asyncio.Context())
 
 
-def test_folder_is_private_and_goes_away(folder):
+def test_the_folder_is_private_and_can_be_removed(folder):
     assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
     with open(os.path.join(folder.path, "left-over"), "w"):
         pass
@@ -84,7 +86,7 @@ def test_folder_is_private_and_goes_away(folder):
     assert not os.path.exists(folder.path)
 
 
-def test_addresses_fit_a_socket_even_if_the_temporary_folder_has_a_long_name(tmp_path, monkeypatch):
+def test_addresses_fit_a_socket_if_the_temporary_folder_has_a_long_name(tmp_path, monkeypatch):
     long = tmp_path / ("x" * 120)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -96,7 +98,7 @@ def test_addresses_fit_a_socket_even_if_the_temporary_folder_has_a_long_name(tmp
     assert list(long.iterdir()) == []
 
 
-async def test_every_message_passes_both_ways(folder):
+async def test_every_message_passes_between_front_and_engine(folder):
     received = []
 
     def engine():
@@ -128,10 +130,10 @@ async def test_every_message_passes_both_ways(folder):
     assert events == EVENTS
 
 
-async def test_the_front_takes_what_has_come_at_once():
+async def test_the_front_receives_pending_events_together():
     num_events = 2 * MAX_EVENTS + 1
     events = [Progress(i, "load", i, num_events, "things") for i in range(num_events)]
-    address = "inproc://events"  # what is sent there has come
+    address = "inproc://events"  # messages arrive as soon as they are sent
     with (
         front_context() as context,
         contextlib.closing(EventReceiver(context, address)) as receiver,
@@ -153,7 +155,7 @@ async def test_the_front_takes_what_has_come_at_once():
 GARBAGE = [b"", b"\xc1", b"\x91\xa7unknown", b"\x92\xa5abort\x01", b"\x80" * 50]
 
 
-async def test_front_drops_what_it_cannot_decode(folder, caplog):
+async def test_the_front_drops_messages_that_it_cannot_decode(folder, caplog):
     with front_context() as context:
         receiver = EventReceiver(context, folder.events)
         with zmq.Socket(context, zmq.PUSH) as raw:
@@ -168,7 +170,7 @@ async def test_front_drops_what_it_cannot_decode(folder, caplog):
     assert sum("cannot be decoded" in r.message for r in caplog.records) == len(GARBAGE)
 
 
-def test_engine_drops_what_it_cannot_decode(folder, caplog):
+def test_the_engine_drops_messages_that_it_cannot_decode(folder, caplog):
     with terminated(zmq.Context()) as context:
         receiver = RequestReceiver(context, folder.requests(0))
         with context.socket(zmq.PUSH) as raw:
@@ -180,7 +182,7 @@ def test_engine_drops_what_it_cannot_decode(folder, caplog):
     assert sum("cannot be decoded" in r.message for r in caplog.records) == len(GARBAGE)
 
 
-def test_the_end_of_the_context_ends_the_wait_of_an_engine(folder):
+def test_terminating_the_context_ends_receive(folder):
     context = zmq.Context()
     receiver = RequestReceiver(context, folder.requests(0))
     received = []
@@ -191,7 +193,7 @@ def test_the_end_of_the_context_ends_the_wait_of_an_engine(folder):
     assert received == [None]
 
 
-async def test_neither_sending_to_an_engine_that_is_gone_nor_closing_blocks(folder):
+async def test_sending_to_a_dead_engine_and_closing_do_not_block(folder):
     with terminated(zmq.Context()) as engine_context, front_context() as context:
         receiver = RequestReceiver(engine_context, folder.requests(0))
         sender = RequestSender(context, folder.requests(0))

@@ -1,4 +1,4 @@
-"""The files of a batch: what is read, what is written, and what survives a crash."""
+"""The files of a batch: reading requests, writing results and resuming after a crash."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def read(tmp_path: Path, text: str | bytes) -> list[BatchRequest | BadLine]:
     return list(read_requests(path))
 
 
-def test_requests_are_read_and_empty_lines_passed_over(tmp_path: Path) -> None:
+def test_reads_requests_and_skips_empty_lines(tmp_path: Path) -> None:
     first, second = read(tmp_path, f"\n{line('a', body={'x': 1})}\n   \n{line('b')}")
     assert isinstance(first, BatchRequest)
     assert (first.custom_id, first.method, first.url) == ("a", "POST", "/v1/completions")
@@ -35,7 +35,7 @@ def test_requests_are_read_and_empty_lines_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "custom_id", "says"),
+    ("text", "custom_id", "reason"),
     [
         ("not json", None, "line 2 of the input: the body is not valid JSON"),
         ('"text"', None, "line 2 of the input: body: Expected object"),
@@ -49,16 +49,16 @@ def test_requests_are_read_and_empty_lines_passed_over(tmp_path: Path) -> None:
         ("[" * 100_000, None, "line 2 of the input"),
     ],
 )
-def test_a_bad_line_says_what_is_wrong(tmp_path: Path, text: str, custom_id, says: str) -> None:
+def test_a_bad_line_has_a_reason(tmp_path: Path, text: str, custom_id, reason: str) -> None:
     good, bad, after = read(tmp_path, f"{line('a')}\n{text}\n{line('z')}\n")
     assert isinstance(good, BatchRequest)
     assert isinstance(after, BatchRequest)
     assert isinstance(bad, BadLine)
     assert bad.custom_id == custom_id
-    assert says in bad.reason
+    assert reason in bad.reason
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_invalid_utf8_is_a_bad_line(tmp_path: Path) -> None:
     (bad,) = read(tmp_path, b'{"custom_id": "\xff"}\n')
     assert isinstance(bad, BadLine)
 
@@ -67,7 +67,7 @@ def results_in(path: Path) -> list[dict]:
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
-def test_results_are_in_the_file_at_once(tmp_path: Path) -> None:
+def test_results_are_written_at_once(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results = ResultFile.create(path, overwrite=False)
     results.write(BatchResult.of_body("a", {"x": 1}))
@@ -91,7 +91,7 @@ def test_results_are_in_the_file_at_once(tmp_path: Path) -> None:
         assert result.keys() == {"id", "custom_id", "response", "error"}
 
 
-def test_an_error_of_another_kind_has_its_own_code() -> None:
+def test_results_of_errors_have_their_code_and_status() -> None:
     result = BatchResult.of_error("a", ContextLengthError("too long"))
     assert result.response is not None
     assert result.response.body.error.code == "context_length_exceeded"
@@ -100,7 +100,7 @@ def test_an_error_of_another_kind_has_its_own_code() -> None:
     assert other.status_code == 500
 
 
-def test_a_file_is_not_replaced_by_accident(tmp_path: Path) -> None:
+def test_a_file_with_results_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("precious\n")
     with pytest.raises(ConfigError, match="--resume"):
@@ -108,18 +108,18 @@ def test_a_file_is_not_replaced_by_accident(tmp_path: Path) -> None:
     assert path.read_text() == "precious\n"
     ResultFile.create(path, overwrite=True).close()
     assert path.read_text() == ""
-    # An empty one can be replaced: there is nothing in it to lose.
+    # An empty file can be replaced: nothing is lost.
     ResultFile.create(path, overwrite=False).close()
 
 
-def test_resume_without_a_file_makes_one(tmp_path: Path) -> None:
+def test_resume_creates_a_missing_file(tmp_path: Path) -> None:
     results = ResultFile.resume(tmp_path / "out.jsonl")
     assert results.answered == frozenset()
     results.close()
     assert (tmp_path / "out.jsonl").exists()
 
 
-def test_resume_keeps_answers_and_drops_the_rest(tmp_path: Path) -> None:
+def test_resume_keeps_successful_results_and_drops_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results = ResultFile.create(path, overwrite=False)
     for custom_id in ("a", "b", "a"):
@@ -129,7 +129,7 @@ def test_resume_keeps_answers_and_drops_the_rest(tmp_path: Path) -> None:
     results.close()
     with path.open("ab") as file:
         file.write(b"\xff\xfe\n[]\n")
-        file.write(path.read_bytes().splitlines()[1].replace(b'"b"', b'"d"'))  # no line end
+        file.write(path.read_bytes().splitlines()[1].replace(b'"b"', b'"d"'))  # without a line end
 
     resumed = ResultFile.resume(path)
     assert resumed.answered == {"a", "b"}
@@ -139,7 +139,7 @@ def test_resume_keeps_answers_and_drops_the_rest(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_every_cut_of_the_last_line_is_repaired(tmp_path: Path) -> None:
+def test_resume_removes_a_truncated_last_line(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results = ResultFile.create(path, overwrite=False)
     for custom_id in ("a", "b"):

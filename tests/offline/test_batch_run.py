@@ -1,4 +1,4 @@
-"""A file of requests through a front end, with an engine that says what it is told to."""
+"""Runs of a batch of requests on a scripted engine."""
 
 import json
 from pathlib import Path
@@ -19,15 +19,15 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
-def make_text_engine(says: str = "hello world") -> tuple[TextEngine, ScriptedEngine]:
-    tokens = [*TOKENIZER.encode(says), TOKENIZER.eos_token_id]
+def make_text_engine(text: str = "hello world") -> tuple[TextEngine, ScriptedEngine]:
+    tokens = [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
     engine = ScriptedEngine(lambda submit: tokens)
     model = ServedModel.create(engine.ready, TOKENIZER, names=["tiny"])
     return TextEngine(engine, model), engine
 
 
 class Batch:
-    """The files of a batch, and what is in the output."""
+    """The input file and the output file of a batch."""
 
     def __init__(self, folder: Path) -> None:
         self.input = folder / "in.jsonl"
@@ -64,25 +64,25 @@ def chat(custom_id: str, **body) -> dict:
     return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
 
 
-async def test_bodies_are_those_of_the_api(batch: Batch) -> None:
+async def test_results_have_the_bodies_of_the_api(batch: Batch) -> None:
     text_engine, _ = make_text_engine()
     batch.write(completion("a"), chat("b", max_tokens=2))
-    said = await batch.run(text_engine)
+    summary = await batch.run(text_engine)
     results = batch.results()
-    completed, answered = (results[i]["response"]["body"] for i in ("a", "b"))
+    completed, chatted = (results[i]["response"]["body"] for i in ("a", "b"))
     assert completed["object"] == "text_completion"
     assert completed["model"] == "tiny"
     assert completed["choices"][0]["text"] == "hello world"
     assert completed["choices"][0]["finish_reason"] == "stop"
     assert completed["usage"]["prompt_tokens"] == len(TOKENIZER.encode("hello"))
-    assert answered["object"] == "chat.completion"
-    message = answered["choices"][0]["message"]
+    assert chatted["object"] == "chat.completion"
+    message = chatted["choices"][0]["message"]
     assert (message["role"], message["content"]) == ("assistant", "hello world")
-    assert answered["choices"][0]["finish_reason"] == "length"
-    assert said.startswith("2 answered, 0 errors, ")
+    assert chatted["choices"][0]["finish_reason"] == "length"
+    assert summary.startswith("2 answered, 0 errors, ")
 
 
-async def test_bad_lines_become_errors_and_the_run_goes_on(batch: Batch) -> None:
+async def test_bad_lines_become_errors_and_the_run_continues(batch: Batch) -> None:
     text_engine, engine = make_text_engine()
     batch.write(
         completion("good"),
@@ -99,17 +99,17 @@ async def test_bad_lines_become_errors_and_the_run_goes_on(batch: Batch) -> None
         completion("good"),
         completion("last"),
     )
-    said = await batch.run(text_engine)
+    summary = await batch.run(text_engine)
     lines = [json.loads(line) for line in batch.output.read_text().splitlines()]
     assert len(lines) == 13
-    ran = [line for line in lines if line["error"] is None]
+    replies = [line for line in lines if line["error"] is None]
     status = {
         (
             line["custom_id"],
             line["response"]["status_code"],
             line["response"]["body"].get("error", {}).get("param"),
         )
-        for line in ran
+        for line in replies
     }
     assert status == {
         ("good", 200, None),
@@ -122,27 +122,29 @@ async def test_bad_lines_become_errors_and_the_run_goes_on(batch: Batch) -> None
         ("messages", 400, "messages"),
         ("last", 200, None),
     }
-    never = {line["custom_id"]: line["error"] for line in lines if line["response"] is None}
-    assert len(ran) + len(never) == 13
-    assert never.keys() == {None, "url", "get", "good"}
-    assert {error["code"] for error in never.values()} == {"invalid_line"}
-    assert "/v1/rerank" in never["url"]["message"]
-    assert "'GET'" in never["get"]["message"]
-    assert "used before" in never["good"]["message"]
-    assert said.startswith("2 answered, 11 errors, ")
+    not_run = {line["custom_id"]: line["error"] for line in lines if line["response"] is None}
+    assert len(replies) + len(not_run) == 13
+    assert not_run.keys() == {None, "url", "get", "good"}
+    assert {error["code"] for error in not_run.values()} == {"invalid_line"}
+    assert "/v1/rerank" in not_run["url"]["message"]
+    assert "'GET'" in not_run["get"]["message"]
+    assert "used before" in not_run["good"]["message"]
+    assert summary.startswith("2 answered, 11 errors, ")
     assert len(engine.submitted) == 2
 
 
-async def test_an_unexpected_error_costs_one_request(batch: Batch, monkeypatch, caplog) -> None:
+async def test_an_unexpected_error_fails_only_its_request(
+    batch: Batch, monkeypatch, caplog
+) -> None:
     text_engine, _ = make_text_engine()
     generate = text_engine.generate
 
-    def fails(request: GenerateRequest):
+    def fail_one_prompt(request: GenerateRequest):
         if request.prompts == [[1, 2, 3]]:
             raise RuntimeError("secret")
         return generate(request)
 
-    monkeypatch.setattr(text_engine, "generate", fails)
+    monkeypatch.setattr(text_engine, "generate", fail_one_prompt)
     batch.write(completion("a", prompt=[1, 2, 3]), completion("b"))
     await batch.run(text_engine)
     results = batch.results()
@@ -152,34 +154,34 @@ async def test_an_unexpected_error_costs_one_request(batch: Batch, monkeypatch, 
     assert results["b"]["response"]["status_code"] == 200
 
 
-async def test_no_more_than_the_limit_are_under_way(batch: Batch) -> None:
+async def test_requests_in_flight_are_limited(batch: Batch) -> None:
     text_engine, engine = make_text_engine()
-    most = 0
+    most_in_flight = 0
     generate = engine.generate
 
-    def watched(*args, **options):
-        nonlocal most
-        most = max(most, text_engine.num_in_flight)
+    def observed_generate(*args, **options):
+        nonlocal most_in_flight
+        most_in_flight = max(most_in_flight, text_engine.num_in_flight)
         return generate(*args, **options)
 
-    engine.generate = watched  # type: ignore[method-assign]
+    engine.generate = observed_generate  # type: ignore[method-assign]
     batch.write(*(completion(f"r{i}") for i in range(50)))
     await batch.run(text_engine, limit=3)
-    assert most == 3
+    assert most_in_flight == 3
     assert len(batch.results()) == 50
 
 
-async def test_a_dead_engine_ends_the_run_and_resume_does_the_rest(batch: Batch) -> None:
+async def test_a_dead_engine_ends_the_run_and_resume_runs_the_rest(batch: Batch) -> None:
     text_engine, engine = make_text_engine()
     batch.write(*(completion(f"r{i}") for i in range(20)))
     generate = engine.generate
 
-    def dies_later(*args, **options):
+    def generate_until_dead(*args, **options):
         if len(engine.submitted) >= 9:
             engine.error = EngineDeadError("gone")
         return generate(*args, **options)
 
-    engine.generate = dies_later  # type: ignore[method-assign]
+    engine.generate = generate_until_dead  # type: ignore[method-assign]
     with pytest.raises(EngineDeadError):
         await batch.run(text_engine)
     finished = batch.results()
@@ -187,14 +189,14 @@ async def test_a_dead_engine_ends_the_run_and_resume_does_the_rest(batch: Batch)
     assert all(result["error"] is None for result in finished.values())
 
     text_engine, engine = make_text_engine()
-    said = await batch.run(text_engine)
+    summary = await batch.run(text_engine)
     assert len(engine.submitted) == 20 - len(finished)
-    assert f"and {len(finished)} kept from before" in said
+    assert f"and {len(finished)} kept from before" in summary
     assert len(batch.output.read_text().splitlines()) == 20
     assert batch.results().keys() == {f"r{i}" for i in range(20)}
 
 
-async def test_failed_requests_are_tried_again_by_resume(batch: Batch) -> None:
+async def test_resume_retries_failed_requests(batch: Batch) -> None:
     text_engine, _ = make_text_engine()
     batch.write(completion("a"), completion("b", temperature=-1), "not json")
     await batch.run(text_engine)
@@ -206,8 +208,8 @@ async def test_failed_requests_are_tried_again_by_resume(batch: Batch) -> None:
     }
 
 
-async def test_an_empty_file_gives_an_empty_file(batch: Batch) -> None:
+async def test_an_empty_input_gives_an_empty_output(batch: Batch) -> None:
     batch.input.write_text("")
-    said = await batch.run(make_text_engine()[0])
-    assert said.startswith("0 answered, 0 errors")
+    summary = await batch.run(make_text_engine()[0])
+    assert summary.startswith("0 answered, 0 errors")
     assert batch.output.read_text() == ""

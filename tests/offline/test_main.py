@@ -1,4 +1,4 @@
-"""The program: flags, exit codes and interrupts, on engines whose tokens are arithmetic."""
+"""The batch program: flags, exit codes and interrupts, with fake engines."""
 
 import json
 import os
@@ -23,18 +23,20 @@ def requests(path: Path, count: int, **body) -> Path:
     return path
 
 
-def test_a_file_is_answered(front_checkpoint: Path, tmp_path: Path, capsys) -> None:
+def test_the_output_has_a_result_for_each_request(
+    front_checkpoint: Path, tmp_path: Path, capsys
+) -> None:
     source, out = requests(tmp_path / "in.jsonl", 30), tmp_path / "out.jsonl"
     argv = ["--model", str(front_checkpoint), "-i", str(source), "-o", str(out)]
     assert main(argv, factory=FACTORY) == 0
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert {r["custom_id"] for r in results} == {f"r{i}" for i in range(30)}
     assert all(r["response"]["body"]["model"] == "tiny" for r in results)
-    said = capsys.readouterr().err
-    assert "30 answered, 0 errors" in said
-    assert "output tokens/s" in said
+    message = capsys.readouterr().err
+    assert "30 answered, 0 errors" in message
+    assert "output tokens/s" in message
 
-    # A second run does not replace the answers; resuming has nothing to do.
+    # A second run does not replace the results; resuming has nothing to do.
     assert main(argv, factory=FACTORY) == 1
     assert "--resume" in capsys.readouterr().err
     before = out.read_text()
@@ -43,7 +45,9 @@ def test_a_file_is_answered(front_checkpoint: Path, tmp_path: Path, capsys) -> N
     assert "0 answered and 30 kept from before" in capsys.readouterr().err
 
 
-def test_prompts_are_answered_on_the_spot(front_checkpoint: Path, capsys) -> None:
+def test_prompts_on_the_command_line_are_completed_on_stdout(
+    front_checkpoint: Path, capsys
+) -> None:
     argv = ["--model", str(front_checkpoint), "--temperature", "0", "--max-tokens", "9"]
     assert main([*argv, "--prompt", "hello"], factory=FACTORY) == 0
     chat = capsys.readouterr().out
@@ -55,13 +59,13 @@ def test_prompts_are_answered_on_the_spot(front_checkpoint: Path, capsys) -> Non
     assert capsys.readouterr().out == f"> hello\n{chat}" * 2
 
 
-def test_an_answer_is_as_long_as_there_is_room(front_checkpoint: Path, capsys) -> None:
+def test_a_completion_may_fill_the_context(front_checkpoint: Path, capsys) -> None:
     argv = ["--model", str(front_checkpoint), "--prompt", "hello", "--temperature", "0"]
     assert main([*argv, "--max-model-len", "64"], factory=FACTORY) == 0
     assert len(capsys.readouterr().out) > 1
 
 
-def test_flags_of_the_engine_reach_it(front_checkpoint: Path, capsys) -> None:
+def test_engine_flags_reach_the_engine(front_checkpoint: Path, capsys) -> None:
     argv = ["--model", str(front_checkpoint), "--prompt", "hello " * 20, "--raw"]
     assert main([*argv, "--max-model-len", "16"], factory=FACTORY) == 1
     assert "maximum context length is 16" in capsys.readouterr().err
@@ -77,14 +81,14 @@ def test_flags_of_the_engine_reach_it(front_checkpoint: Path, capsys) -> None:
         ["-i", "x", "-o", "y", "--max-in-flight", "0"],
     ],
 )
-def test_flags_that_make_no_sense(argv: list[str], capsys) -> None:
+def test_rejects_contradictory_flags(argv: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv, factory=FACTORY)
     assert caught.value.code == 2
     assert "error:" in capsys.readouterr().err
 
 
-def test_errors_are_one_line(front_checkpoint: Path, tmp_path: Path, capsys) -> None:
+def test_an_error_is_one_line(front_checkpoint: Path, tmp_path: Path, capsys) -> None:
     missing = str(tmp_path / "missing.jsonl")
     out = ["-o", str(tmp_path / "out.jsonl")]
     assert main(["-i", missing, *out], factory=FACTORY) == 1
@@ -112,7 +116,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_loses_nothing_that_was_finished(
+def test_an_interrupt_keeps_finished_results(
     front_checkpoint: Path, tmp_path: Path, interrupt: signal.Signals
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
@@ -128,15 +132,15 @@ def test_an_interrupt_loses_nothing_that_was_finished(
     while not out.exists() or out.read_bytes().count(b"\n") < 20:
         assert process.poll() is None
     process.send_signal(interrupt)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == INTERRUPTED, said
-    assert "--resume goes on" in said
+    _, message = process.communicate(timeout=30)
+    assert process.returncode == INTERRUPTED, message
+    assert "--resume goes on" in message
 
     lines = out.read_text().splitlines()
     finished = [json.loads(line) for line in lines]
     assert 20 <= len(finished) < 400
     assert all(result["error"] is None for result in finished)
-    assert f"{len(finished)} answered, 0 errors" in said
+    assert f"{len(finished)} answered, 0 errors" in message
 
     assert main(argv, factory=FACTORY) == 0
     after = out.read_text().splitlines()

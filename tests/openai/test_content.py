@@ -1,4 +1,4 @@
-"""One reader for the content of messages and items, with parts of several types."""
+"""The text in the content of a message or an item, whole or in parts."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_parts_are_joined_with_line_breaks(content: Any, text: str) -> None:
         ([{"type": "refusal", "text": "a"}], "c[0].refusal", "must be a string, got null"),
     ],
 )
-def test_other_content_is_refused_with_its_path(content: Any, param: str, message: str) -> None:
+def test_rejects_other_content_with_its_path(content: Any, param: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         content_text(content, "c", PARTS)
     assert caught.value.param == param

@@ -1,4 +1,4 @@
-"""Bodies of /v1/embeddings become vectors of the prompts, or one error that names the field."""
+"""Bodies of /v1/embeddings become vectors of the prompts, or an error that names the field."""
 
 import asyncio
 import base64
@@ -24,7 +24,7 @@ from jaxserve.testing.scripted_engine import embedding_of
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 IDS = [5, 6, 7]
-LONGEST = 256
+CONTEXT_LENGTH = 256
 
 
 @pytest.fixture
@@ -38,72 +38,72 @@ async def embed(text_engine: TextEngine, input: Any, **body: Any) -> dict[str, A
     return json.loads(msgspec.json.encode(reply))
 
 
-def unit(vector: list[float]) -> np.ndarray:
+def normalised(vector: list[float]) -> np.ndarray:
     return np.array(vector) / np.linalg.norm(vector)
 
 
-async def test_a_reply(text_engine) -> None:
+async def test_the_reply_has_a_vector_and_the_usage(text_engine) -> None:
     reply = await embed(text_engine, IDS, user="me", dimensions=4)
     (data,) = reply.pop("data")
     vector = data.pop("embedding")
-    np.testing.assert_allclose(vector, unit(embedding_of(IDS, "last")), rtol=1e-12)
+    np.testing.assert_allclose(vector, normalised(embedding_of(IDS, "last")), rtol=1e-12)
     assert data == {"object": "embedding", "index": 0}
     usage = {"prompt_tokens": 3, "total_tokens": 3}
     assert reply == {"object": "list", "model": "tiny", "usage": usage}
 
 
-async def test_every_form_of_input(text_engine) -> None:
+async def test_accepts_every_form_of_input(text_engine) -> None:
     texts = ["hello", "hello world"]
     ids = [text_engine.model.tokenizer.encode(text) for text in texts]
-    expected = [unit(embedding_of(prompt, "last")) for prompt in ids]
-    for given in (texts, ids):
-        reply = await embed(text_engine, given)
+    expected = [normalised(embedding_of(prompt, "last")) for prompt in ids]
+    for prompts in (texts, ids):
+        reply = await embed(text_engine, prompts)
         assert [data["index"] for data in reply["data"]] == [0, 1]
         vectors = [data["embedding"] for data in reply["data"]]
         np.testing.assert_allclose(vectors, expected, rtol=1e-12)
         assert reply["usage"]["prompt_tokens"] == sum(map(len, ids))
-    for one in (texts[1], ids[1]):
-        reply = await embed(text_engine, one)
+    for prompt in (texts[1], ids[1]):
+        reply = await embed(text_engine, prompt)
         np.testing.assert_allclose(reply["data"][0]["embedding"], expected[1], rtol=1e-12)
 
 
-async def test_vectors_are_in_the_order_of_the_prompts_and_not_of_their_end(text_engine) -> None:
-    engine, slow = text_engine.engine, asyncio.Event()
+async def test_vectors_are_in_the_order_of_the_prompts(text_engine) -> None:
+    engine, second_started = text_engine.engine, asyncio.Event()
     generate = engine.generate
 
-    async def slow_at_first(prompt, *args, **options):
+    async def generate_in_reverse(prompt, *args, **options):
         if prompt == [1]:
-            await slow.wait()
+            await second_started.wait()
         async for output in generate(prompt, *args, **options):
-            slow.set()
+            second_started.set()
             yield output
 
-    engine.generate = slow_at_first
+    engine.generate = generate_in_reverse
     reply = await embed(text_engine, [[1], [2, 2]], normalize=False)
     assert [data["embedding"][2] for data in reply["data"]] == [1.0, 2.0]
 
 
-async def test_other_vectors(text_engine) -> None:
+async def test_pooling_normalisation_and_encoding_change_the_vector(text_engine) -> None:
     (data,) = (await embed(text_engine, IDS, pooling="mean", normalize=False))["data"]
     assert data["embedding"] == embedding_of(IDS, "mean")
     (data,) = (await embed(text_engine, IDS, encoding_format="base64"))["data"]
     vector = np.frombuffer(base64.b64decode(data["embedding"]), "<f4")
-    np.testing.assert_allclose(vector, unit(embedding_of(IDS, "last")), rtol=1e-6)
+    np.testing.assert_allclose(vector, normalised(embedding_of(IDS, "last")), rtol=1e-6)
 
 
-async def test_nulls_are_defaults(text_engine) -> None:
+async def test_null_means_the_default(text_engine) -> None:
     names = msgspec.structs.fields(EmbeddingRequest)
     nulls = {field.name: None for field in names if field.name != "input"}
     assert await embed(text_engine, IDS, **nulls) == await embed(text_engine, IDS)
 
 
-async def test_fields_about_the_prompt(text_engine) -> None:
+async def test_prompt_fields_reach_the_engine(text_engine) -> None:
     await embed(text_engine, IDS, truncate_prompt_tokens=2, priority=3, cache_salt="mine")
     await embed(text_engine, list(range(290)), truncate_prompt_tokens=-1)
     await embed(text_engine, "hello", add_special_tokens=False)
     cut, fitting, plain = text_engine.engine.submitted
     assert (cut.prompt_token_ids, cut.priority, cut.cache_salt) == (IDS[1:], 3, "mine")
-    assert fitting.prompt_token_ids == list(range(290))[-LONGEST:]
+    assert fitting.prompt_token_ids == list(range(290))[-CONTEXT_LENGTH:]
     expected = text_engine.model.tokenizer.encode("hello", add_special_tokens=False)
     assert plain.prompt_token_ids == expected
 
@@ -127,18 +127,18 @@ async def test_fields_about_the_prompt(text_engine) -> None:
         ({"cache_salt": ""}, "cache_salt"),
     ],
 )
-async def test_refusals_name_the_field(text_engine, body, param) -> None:
+async def test_errors_name_the_field(text_engine, body, param) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await embed(text_engine, **{"input": IDS} | body)
     assert caught.value.param == param
     assert text_engine.engine.submitted == []
 
 
-async def test_what_does_not_fit_is_refused(text_engine) -> None:
-    await embed(text_engine, [1] * LONGEST)
-    for given in ([1] * (LONGEST + 1), "hello " * 3000):
+async def test_rejects_long_prompts_unknown_models_and_a_full_queue(text_engine) -> None:
+    await embed(text_engine, [1] * CONTEXT_LENGTH)
+    for prompt in ([1] * (CONTEXT_LENGTH + 1), "hello " * 3000):
         with pytest.raises(ContextLengthError) as caught:
-            await embed(text_engine, given)
+            await embed(text_engine, prompt)
         assert caught.value.param == "input"
     with pytest.raises(UnknownModelError):
         await embed(text_engine, IDS, model="other")
@@ -150,7 +150,7 @@ async def test_what_does_not_fit_is_refused(text_engine) -> None:
     await embed(text_engine, [IDS, IDS])
 
 
-async def test_what_is_counted(text_engine) -> None:
+async def test_metrics_count_prompts_and_no_generated_tokens(text_engine) -> None:
     await embed(text_engine, [IDS, [1] * 100])
     metrics = text_engine.metrics
     assert (metrics.prompt_tokens, metrics.generation_tokens) == (103, 0)
@@ -168,37 +168,37 @@ async def test_what_is_counted(text_engine) -> None:
         assert 0 <= metrics.by_request[name].sum < 60
 
 
-async def test_what_was_aborted_is_not_counted_as_computed(text_engine) -> None:
+async def test_aborted_prompts_are_not_counted_as_computed(text_engine) -> None:
     text_engine.engine.stall_after = 0
-    work = asyncio.create_task(embed(text_engine, IDS))
+    task = asyncio.create_task(embed(text_engine, IDS))
     while not text_engine.engine.submitted:
         await asyncio.sleep(0)
     text_engine.abort(None)
     with pytest.raises(RequestFailedError):
-        await work
+        await task
     assert text_engine.metrics.prompt_tokens == 0
     assert dict(text_engine.metrics.finished) == {"abort": 1}
     assert sum(text_engine.metrics.time_to_first_token.counts) == 0
 
 
-async def test_an_abort_from_elsewhere_is_an_error(text_engine) -> None:
+async def test_an_aborted_request_raises_an_error(text_engine) -> None:
     text_engine.engine.stall_after = 0
-    work = asyncio.create_task(embed(text_engine, [IDS, IDS]))
+    task = asyncio.create_task(embed(text_engine, [IDS, IDS]))
     while len(text_engine.engine.submitted) < 2:
         await asyncio.sleep(0)
     assert text_engine.abort(None) == 2
     with pytest.raises(RequestFailedError, match="aborted"):
-        await work
+        await task
     assert text_engine.num_in_flight == 0
 
 
-async def test_a_caller_that_goes_away_aborts_it(text_engine) -> None:
+async def test_cancelling_the_caller_aborts_the_request(text_engine) -> None:
     text_engine.engine.stall_after = 0
-    work = asyncio.create_task(embed(text_engine, [IDS, IDS]))
+    task = asyncio.create_task(embed(text_engine, [IDS, IDS]))
     while len(text_engine.engine.submitted) < 2:
         await asyncio.sleep(0)
-    work.cancel()
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await work
+        await task
     assert len(text_engine.engine.aborted) == 2
     assert text_engine.num_in_flight == 0

@@ -114,7 +114,9 @@ CASES: list[tuple[Any, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("endpoint", "wrong", "param", "pattern"), CASES)
-async def test_a_message_names_field_expectation_and_value(endpoint, wrong, param, pattern) -> None:
+async def test_a_message_names_the_field_the_expectation_and_the_value(
+    endpoint, wrong, param, pattern
+) -> None:
     base, form, prepare = endpoint
     body = json.dumps({**base, **wrong}).encode()
     with pytest.raises(InvalidRequestError) as caught:
@@ -123,16 +125,16 @@ async def test_a_message_names_field_expectation_and_value(endpoint, wrong, para
     assert re.search(pattern, caught.value.message, re.DOTALL), caught.value.message[:300]
 
 
-HALF = "half of a surrogate pair"
+HALF_A_PAIR = "half of a surrogate pair"
 
 
 @pytest.mark.parametrize(
     ("body", "pattern"),
     [
-        (rb'{"prompt": "x \ud83d"}', HALF),
-        (rb'{"prompt": "\ude00"}', HALF),
-        (rb'{"prompt": "\ud83d\ud83d"}', HALF),
-        (rb'{"prompt": "\ud83d \ude00"}', HALF),
+        (rb'{"prompt": "x \ud83d"}', HALF_A_PAIR),
+        (rb'{"prompt": "\ude00"}', HALF_A_PAIR),
+        (rb'{"prompt": "\ud83d\ud83d"}', HALF_A_PAIR),
+        (rb'{"prompt": "\ud83d \ude00"}', HALF_A_PAIR),
         (b"", "it is empty"),
         (b" \n", "it is empty"),
         (rb'{"prompt": "\ud83d\ude00', "it ends too early"),

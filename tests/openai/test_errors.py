@@ -1,4 +1,4 @@
-"""Every class of errors has a status, and all share one body."""
+"""Every class of errors has a status, and all errors have the same form of body."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_an_unknown_model_error_lists_the_known_models() -> None:
     assert len(info.message) < 300
 
 
-def test_unexpected_errors_reveal_nothing() -> None:
+def test_unexpected_errors_reveal_no_details() -> None:
     reply = error_reply(ValueError("secret at 0x7f00"))
     assert reply.status == 500
     assert "secret" not in reply.body.error.message

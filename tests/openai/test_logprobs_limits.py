@@ -40,14 +40,14 @@ async def ask(text_engine: TextEngine, **body: Any) -> dict[str, Any]:
     return json.loads(msgspec.json.encode(reply))["choices"][0]
 
 
-@pytest.mark.parametrize("most", [0, 3, 60])
-async def test_the_limit_is_allowed_and_more_is_refused(most: int) -> None:
-    server = text_engine(most)
-    body = {"logprobs": most, "prompt_logprobs": most, "echo": True}
+@pytest.mark.parametrize("limit", [0, 3, 60])
+async def test_accepts_the_limit_and_rejects_more(limit: int) -> None:
+    server = text_engine(limit)
+    body = {"logprobs": limit, "prompt_logprobs": limit, "echo": True}
     assert (await complete(server, **body))["logprobs"] is not None
-    entries = (await ask(server, logprobs=True, top_logprobs=most))["logprobs"]["content"]
-    assert {len(entry["top_logprobs"]) for entry in entries} == {most}
-    for too_many in (most + 1, -1, 10**6):
+    entries = (await ask(server, logprobs=True, top_logprobs=limit))["logprobs"]["content"]
+    assert {len(entry["top_logprobs"]) for entry in entries} == {limit}
+    for too_many in (limit + 1, -1, 10**6):
         for make, field, more in [
             (complete, "logprobs", {}),
             (complete, "logprobs", {"echo": True}),
@@ -58,11 +58,11 @@ async def test_the_limit_is_allowed_and_more_is_refused(most: int) -> None:
             with pytest.raises(InvalidRequestError) as caught:
                 await make(server, **{field: too_many, **more})
             assert caught.value.param == field
-            assert caught.value.message.startswith(f"{field} must be between 0 and {most} ")
+            assert caught.value.message.startswith(f"{field} must be between 0 and {limit} ")
             assert "--max-logprobs" in caught.value.message
 
 
-async def test_responses_name_their_own_field() -> None:
+async def test_errors_of_responses_name_their_own_field() -> None:
     request = decode(b'{"input": "hello", "top_logprobs": 4}', ResponsesRequest)
     with pytest.raises(
         InvalidRequestError, match="top_logprobs must be between 0 and 3 "
@@ -77,7 +77,7 @@ async def test_direct_requests_to_the_text_engine_have_the_same_limit() -> None:
         server.generate(GenerateRequest(prompts=[[1, 2]], params=SamplingParams(logprobs=4)))
 
 
-async def test_minus_one_is_the_whole_vocabulary() -> None:
+async def test_minus_one_means_the_whole_vocabulary() -> None:
     server = text_engine(VOCAB)
     choice = await complete(server, logprobs=-1, return_tokens_as_token_ids=True)
     assert {len(top) for top in choice["logprobs"]["top_logprobs"]} == {VOCAB}
@@ -90,8 +90,8 @@ async def test_minus_one_is_the_whole_vocabulary() -> None:
     # An echoed prompt is scored with the larger of both counts; each field shows its own.
     await complete(server, logprobs=2, prompt_logprobs=-1, echo=True)
     assert server.engine.submitted[-1].params.prompt_logprobs == VOCAB  # type: ignore[attr-defined]
-    asked = [submit.params.logprobs for submit in server.engine.submitted]  # type: ignore[attr-defined]
-    assert asked == [VOCAB, None, VOCAB, 2]
+    requested = [submit.params.logprobs for submit in server.engine.submitted]  # type: ignore[attr-defined]
+    assert requested == [VOCAB, None, VOCAB, 2]
 
 
 @pytest.mark.parametrize(
@@ -99,5 +99,5 @@ async def test_minus_one_is_the_whole_vocabulary() -> None:
     [(-0.5, -0.5), (12000.0, 12000.0), (-9999.5, -9999.0), (-math.inf, -9999.0),
      (math.inf, 9999.0), (math.nan, -9999.0)],
 )  # fmt: skip
-def test_replies_hold_only_numbers_of_json(value: float, shown: float) -> None:
+def test_values_that_json_cannot_hold_are_clipped(value: float, shown: float) -> None:
     assert finite(value) == shown

@@ -1,4 +1,4 @@
-"""Echo, prompt log probabilities and token ids: what tools that score texts live on."""
+"""Echo, prompt log probabilities and token IDs, which tools that score texts need."""
 
 import json
 import random
@@ -21,7 +21,7 @@ def to_json(value: msgspec.Struct) -> dict[str, Any]:
 
 
 async def complete(text_engine, body: dict[str, Any]) -> dict[str, Any]:
-    """The reply, which must be what the stream comes to, if there can be one."""
+    """Returns the reply, after comparing it with a stream if the request can have one."""
     request = decode(json.dumps({"prompt": "hello"} | body).encode(), CompletionRequest)
     reply = to_json(await completions.complete(await completions.prepare(text_engine, request)))
     if "prompt_logprobs" in body:
@@ -42,9 +42,9 @@ async def complete(text_engine, body: dict[str, Any]) -> dict[str, Any]:
     return reply
 
 
-async def test_the_request_of_lm_eval() -> None:
-    source = random.Random(0)
-    prompts = [[source.randrange(200) for _ in range(length)] for length in (1, 5, 40)]
+async def test_requests_like_those_of_lm_eval_score_every_token() -> None:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(200) for _ in range(length)] for length in (1, 5, 40)]
     body = {"prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0, "seed": 1234}
     reply = await complete(scripted_text_engine([33]), body | {"max_tokens": 1})
     for i, prompt in enumerate(prompts):
@@ -69,7 +69,7 @@ async def test_the_request_of_lm_eval() -> None:
 @pytest.mark.parametrize("prompt", ["hello world", [72, 256, 33], ["hello", "the in"]])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
-async def test_a_prompt_can_be_scored_without_an_answer(prompt, n, logprobs) -> None:
+async def test_a_prompt_can_be_scored_without_a_completion(prompt, n, logprobs) -> None:
     text_engine = scripted_text_engine("never seen", tokens_per_output=3)
     body = {"prompt": prompt, "n": n, "echo": True, "logprobs": logprobs, "max_tokens": 0}
     reply = await complete(text_engine, body)
@@ -77,17 +77,21 @@ async def test_a_prompt_can_be_scored_without_an_answer(prompt, n, logprobs) -> 
     assert reply["usage"]["completion_tokens"] == 0
     texts = prompt if isinstance(prompt[0], str) and isinstance(prompt, list) else [prompt]
     for choice in reply["choices"]:
-        given = texts[choice["index"] // n]
-        text = given if isinstance(given, str) else text_engine.model.tokenizer.decode(given)
+        choice_prompt = texts[choice["index"] // n]
+        text = (
+            choice_prompt
+            if isinstance(choice_prompt, str)
+            else text_engine.model.tokenizer.decode(choice_prompt)
+        )
         assert choice["text"] == text
         assert choice["finish_reason"] == "length"
         if logprobs is not None:
             assert "".join(choice["logprobs"]["tokens"]) == text
-    silent = await complete(text_engine, body | {"echo": False})
-    assert {choice["text"] for choice in silent["choices"]} == {""}
+    without_echo = await complete(text_engine, body | {"echo": False})
+    assert {choice["text"] for choice in without_echo["choices"]} == {""}
 
 
-async def test_offsets_are_places_in_the_text() -> None:
+async def test_offsets_point_at_the_text_of_their_token() -> None:
     for echo in (True, False):
         for prompt in ("hello world", [72, 83, 256]):
             body = {"prompt": prompt, "echo": echo, "logprobs": 2, "max_tokens": 6}
@@ -98,7 +102,7 @@ async def test_offsets_are_places_in_the_text() -> None:
                     assert choice["text"][offset:].startswith(token)
 
 
-async def test_a_token_before_the_text_takes_no_place_in_it() -> None:
+async def test_a_bos_token_has_no_length_in_the_text() -> None:
     text_engine = scripted_text_engine("he")
     bos = text_engine.model.tokenizer.bos_token_id
     text_engine.model.tokenizer._prefix = (bos,)
@@ -109,7 +113,7 @@ async def test_a_token_before_the_text_takes_no_place_in_it() -> None:
     assert choice["logprobs"]["text_offset"] == [0, 0, 5]
 
 
-async def test_all_mixes_of_echo_and_logprobs() -> None:
+async def test_every_combination_of_echo_and_logprobs_has_all_choices() -> None:
     for echo in (False, True):
         for logprobs in (None, 1):
             body = {"prompt": [72, 73], "n": 2, "echo": echo, "logprobs": logprobs}
@@ -118,7 +122,7 @@ async def test_all_mixes_of_echo_and_logprobs() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-async def test_prompt_logprobs(k) -> None:
+async def test_completions_and_chats_return_prompt_logprobs(k) -> None:
     text_engine = scripted_text_engine("hello")
     body = {"prompt": [72, 290], "prompt_logprobs": k, "echo": True, "logprobs": 1}
     (choice,) = (await complete(text_engine, body))["choices"]
@@ -133,30 +137,30 @@ async def test_prompt_logprobs(k) -> None:
     assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
 
 
-async def test_token_ids_are_returned_if_asked_for() -> None:
+async def test_token_ids_are_returned_on_request() -> None:
     text_engine = scripted_text_engine("hello é")
-    answer = [
+    completion_ids = [
         *text_engine.model.tokenizer.encode("hello é"),
         text_engine.model.tokenizer.eos_token_id,
     ]
     reply = await complete(text_engine, {"return_token_ids": True, "n": 2})
     for choice in reply["choices"]:
-        assert choice["token_ids"] == answer
+        assert choice["token_ids"] == completion_ids
         assert choice["prompt_token_ids"] == text_engine.model.tokenizer.encode("hello")
     body = {"messages": MESSAGES, "return_token_ids": True}
     request = decode(json.dumps(body).encode(), ChatRequest)
     reply = to_json(await chat.complete(await chat.prepare(text_engine, request)))
     prompt = text_engine.engine.submitted[-1].prompt_token_ids
     assert reply["prompt_token_ids"] == prompt
-    assert reply["choices"][0]["token_ids"] == answer
+    assert reply["choices"][0]["token_ids"] == completion_ids
     job = await chat.prepare(text_engine, msgspec.structs.replace(request, stream=True))
     first, *chunks = [to_json(chunk) async for chunk in chat.stream(job)]
     assert first["prompt_token_ids"] == prompt
     assert "prompt_token_ids" not in chunks[0]
-    assert [i for c in chunks for i in c["choices"][0]["token_ids"]] == answer
+    assert [i for c in chunks for i in c["choices"][0]["token_ids"]] == completion_ids
 
 
-async def test_tokens_can_be_named_by_their_ids() -> None:
+async def test_logprobs_can_show_tokens_as_ids() -> None:
     text_engine = scripted_text_engine([33, 34])
     body = {"logprobs": 1, "return_tokens_as_token_ids": True, "max_tokens": 2, "echo": True}
     (choice,) = (await complete(text_engine, {"prompt": [72, 256]} | body))["choices"]
@@ -165,7 +169,7 @@ async def test_tokens_can_be_named_by_their_ids() -> None:
     assert choice["logprobs"]["text_offset"] == [0, 1, 3, 4]
 
 
-async def test_a_prompt_can_be_cut_at_its_beginning() -> None:
+async def test_a_prompt_can_be_truncated_at_its_beginning() -> None:
     text_engine = scripted_text_engine("hello")
     cases = [
         ({"prompt": [1, 2, 3, 4], "truncate_prompt_tokens": 2}, [3, 4]),
@@ -185,7 +189,7 @@ async def test_a_prompt_can_be_cut_at_its_beginning() -> None:
     assert choice["text"] == "hellohello"
 
 
-async def test_bad_words_are_tokens_with_and_without_a_space() -> None:
+async def test_bad_words_are_encoded_with_and_without_a_space() -> None:
     text_engine = scripted_text_engine("hello")
     await complete(text_engine, {"bad_words": ["world", "he"], "allowed_token_ids": [5, 6]})
     params = text_engine.engine.submitted[-1].params
@@ -195,7 +199,7 @@ async def test_bad_words_are_tokens_with_and_without_a_space() -> None:
     assert params.allowed_token_ids == (5, 6)
 
 
-async def test_a_chat_can_echo_what_it_goes_on_from() -> None:
+async def test_a_chat_can_echo_the_message_that_it_continues() -> None:
     text_engine = scripted_text_engine("llo")
     body = {"messages": MESSAGES, "continue_final_message": True, "echo": True}
     request = decode(json.dumps(body).encode(), ChatRequest)

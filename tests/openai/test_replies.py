@@ -1,4 +1,4 @@
-"""Whole replies and streams: the same text, counts and log probabilities in both."""
+"""Whole replies and streams have the same text, counts and log probabilities."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-LIVE_USAGE = {
+CONTINUOUS_USAGE = {
     "stream": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
@@ -60,7 +60,7 @@ def choices_of(chunks: list[dict[str, Any]], index: int = 0) -> list[dict[str, A
     return [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
 
 
-async def test_a_completion_reply_has_this_form() -> None:
+async def test_a_completion_reply_has_the_expected_fields() -> None:
     reply = await complete(scripted_text_engine("he"), {"prompt": [1] * 20})
     assert reply.pop("id").startswith("cmpl-")
     assert reply.pop("system_fingerprint").startswith("jaxserve-")
@@ -86,7 +86,7 @@ async def test_a_completion_reply_has_this_form() -> None:
     }
 
 
-async def test_a_chat_reply_has_this_form() -> None:
+async def test_a_chat_reply_has_the_expected_fields() -> None:
     reply = await ask(scripted_text_engine("he"), {})
     assert reply.pop("id").startswith("chatcmpl-")
     assert reply.pop("system_fingerprint").startswith("jaxserve-")
@@ -108,7 +108,7 @@ async def test_a_chat_reply_has_this_form() -> None:
     }
 
 
-async def test_chunks_have_these_bytes() -> None:
+async def test_completion_chunks_have_the_expected_bytes() -> None:
     text_engine = scripted_text_engine("hello é")
     body = {"prompt": [1, 2], "stop": ["!"], **USAGE}
     job = await completions.prepare(
@@ -134,7 +134,7 @@ async def test_chunks_have_these_bytes() -> None:
     ]
 
 
-async def test_chat_chunks_have_these_bytes() -> None:
+async def test_chat_chunks_have_the_expected_bytes() -> None:
     text_engine = scripted_text_engine("hello")
     body = {"messages": MESSAGES, "stream": True}
     job = await chat.prepare(
@@ -160,7 +160,7 @@ TEXTS = ["hello world", "é🔥x in", "end in the\nUs", "<think>a</think>b"]
 @pytest.mark.parametrize("tokens_per_output", [1, 3])
 @pytest.mark.parametrize("stop", [None, "\nUser:", "in", ["the", "x "], "Z" * 500])
 @pytest.mark.parametrize("top", [None, 0, 3])
-async def test_a_stream_says_what_the_whole_reply_says(tokens_per_output, stop, top) -> None:
+async def test_a_stream_equals_the_whole_reply(tokens_per_output, stop, top) -> None:
     for text in TEXTS:
         text_engine = scripted_text_engine(text, tokens_per_output=tokens_per_output)
         body = {"stop": stop, "temperature": 0}
@@ -192,7 +192,7 @@ def assert_same(whole: dict[str, Any], pieces: list[dict[str, Any]], text) -> No
         assert [v for part in parts for v in part[key]] == values
 
 
-async def test_everything_else_is_the_same_in_all_chunks() -> None:
+async def test_the_other_fields_are_equal_in_all_chunks() -> None:
     for run in (stream, ask_stream):
         chunks = await run(scripted_text_engine("hello world"), USAGE | {"n": 2})
         for key in ("id", "created", "model", "object", "system_fingerprint"):
@@ -206,16 +206,18 @@ async def test_everything_else_is_the_same_in_all_chunks() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": None}}]
 )
-async def test_no_usage_unless_asked(run, options) -> None:
+async def test_usage_is_absent_unless_requested(run, options) -> None:
     chunks = await run(scripted_text_engine("hello"), options)
     assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
-    alone = {"stream_options": {"continuous_usage_stats": True}}
-    assert all("usage" not in chunk for chunk in await run(scripted_text_engine("hello"), alone))
+    without_include = {"stream_options": {"continuous_usage_stats": True}}
+    assert all(
+        "usage" not in chunk for chunk in await run(scripted_text_engine("hello"), without_include)
+    )
 
 
 @pytest.mark.parametrize("run", [stream, ask_stream])
-async def test_running_usage_counts_tokens(run) -> None:
-    chunks = await run(scripted_text_engine("hello 🔥 world"), LIVE_USAGE)
+async def test_continuous_usage_counts_the_tokens_so_far(run) -> None:
+    chunks = await run(scripted_text_engine("hello 🔥 world"), CONTINUOUS_USAGE)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert (
@@ -227,7 +229,7 @@ async def test_running_usage_counts_tokens(run) -> None:
         assert counts[0] == 0
 
 
-async def test_the_role_comes_once_for_each_answer() -> None:
+async def test_the_role_appears_once_for_each_choice() -> None:
     chunks = await ask_stream(scripted_text_engine("hello", "he"), {"n": 2})
     for index in range(2):
         deltas = [c["delta"] for c in choices_of(chunks, index)]
@@ -235,12 +237,12 @@ async def test_the_role_comes_once_for_each_answer() -> None:
         assert all("role" not in delta for delta in deltas[1:])
 
 
-@pytest.mark.parametrize("stream_it", [False, True])
-async def test_batches_and_n_keep_their_order(stream_it) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_choices_of_batches_and_n_keep_their_order(streamed) -> None:
     text_engine = scripted_text_engine("hello in the world", "he", "or", "in the")
     body = {"prompt": [[1] * 20, [8] * 40], "n": 2, "seed": 5, "max_tokens": 40}
     expected = ["hello in the world", "he", "or", "in the"]
-    if stream_it:
+    if streamed:
         chunks = await stream(text_engine, body | USAGE)
         assert all(len(chunk["choices"]) == 1 for chunk in chunks[:-1])
         texts = ["".join(c["text"] for c in choices_of(chunks, i)) for i in range(4)]
@@ -260,7 +262,7 @@ async def test_batches_and_n_keep_their_order(stream_it) -> None:
     }
 
 
-async def test_echo_puts_the_prompt_first_once_for_each_answer() -> None:
+async def test_echo_puts_the_prompt_before_the_text_of_each_choice() -> None:
     for prompt, shown in (("hello ", "hello "), (["in", "or "], None), ([[256, 264]], "he world")):
         for n in (1, 2):
             body = {"prompt": prompt, "echo": True, "n": n}
@@ -270,13 +272,13 @@ async def test_echo_puts_the_prompt_first_once_for_each_answer() -> None:
                 echoed = shown if shown is not None else prompt[i // n]
                 assert choice["text"] == echoed + "world"
                 assert "".join(c["text"] for c in choices_of(chunks, i)) == choice["text"]
-    searched = {"prompt": "Q: a STOP b", "stop": ["STOP"], "echo": True, "max_tokens": 4}
-    assert (await complete(scripted_text_engine("in"), searched))["choices"][0][
+    with_stop = {"prompt": "Q: a STOP b", "stop": ["STOP"], "echo": True, "max_tokens": 4}
+    assert (await complete(scripted_text_engine("in"), with_stop))["choices"][0][
         "finish_reason"
     ] == "stop"
 
 
-async def test_logprobs_of_completions() -> None:
+async def test_completions_return_logprobs() -> None:
     text_engine = scripted_text_engine("hello é")
     top5 = (await complete(text_engine, {"logprobs": 5}))["choices"][0]["logprobs"]
     hello, world = "hello", "é".encode()
@@ -293,7 +295,7 @@ async def test_logprobs_of_completions() -> None:
 
 
 @pytest.mark.parametrize("top", [0, 1, 5])
-async def test_logprobs_of_chats(top) -> None:
+async def test_chats_return_logprobs(top) -> None:
     text_engine = scripted_text_engine("🔥ok")
     reply = await ask(text_engine, {"logprobs": True, "top_logprobs": top})
     content = reply["choices"][0]["logprobs"]["content"]
@@ -308,15 +310,15 @@ async def test_logprobs_of_chats(top) -> None:
     assert (await ask(text_engine, {"logprobs": False}))["choices"][0]["logprobs"] is None
 
 
-async def test_tokens_that_look_the_same_do_not_hide_the_sampled_one() -> None:
-    # Ids from 272 on are no tokens; all have the empty text.
+async def test_tokens_with_equal_text_do_not_hide_the_sampled_one() -> None:
+    # IDs from 272 on are not in the tokenizer and have no text.
     text_engine = scripted_text_engine([290])
     reply = await complete(text_engine, {"logprobs": 4})
     logprobs = reply["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"][0] == {"": logprobs["token_logprobs"][0]}
 
 
-async def test_special_tokens_show_only_if_asked_and_added_ones_always() -> None:
+async def test_special_tokens_show_on_request_and_added_tokens_always() -> None:
     text_engine = scripted_text_engine([97, 268, 270, 98])
     hidden = (await complete(text_engine, {"stop_token_ids": [98]}))["choices"][0]["text"]
     shown = await complete(text_engine, {"skip_special_tokens": False, "stop_token_ids": [98]})
@@ -326,8 +328,8 @@ async def test_special_tokens_show_only_if_asked_and_added_ones_always() -> None
 
 
 @pytest.mark.parametrize("tokens_per_output", [1, 3])
-async def test_without_text_there_are_ids_only(tokens_per_output) -> None:
-    plain = {"detokenize": False, "return_token_ids": True}
+async def test_replies_without_detokenizing_have_only_ids(tokens_per_output) -> None:
+    ids_only = {"detokenize": False, "return_token_ids": True}
     template = "{{ messages[0].content }}{# <tool_call> <think> #}"
     for run, run_stream in ((complete, stream), (ask, ask_stream)):
         text_engine = scripted_text_engine(
@@ -335,11 +337,11 @@ async def test_without_text_there_are_ids_only(tokens_per_output) -> None:
             tokens_per_output=tokens_per_output,
             chat_template=template,
         )
-        (choice,) = (await run(text_engine, plain))["choices"]
+        (choice,) = (await run(text_engine, ids_only))["choices"]
         ids = [*text_engine.model.tokenizer.encode("<think>hello</think> world")]
         assert choice["token_ids"] == [*ids, text_engine.model.tokenizer.eos_token_id]
         assert choice["finish_reason"] == "stop"
         assert (choice.get("text") or choice.get("message", {}).get("content") or "") == ""
-        pieces = choices_of(await run_stream(text_engine, plain))
+        pieces = choices_of(await run_stream(text_engine, ids_only))
         assert [i for piece in pieces for i in piece.get("token_ids", [])] == choice["token_ids"]
         assert not any(p.get("text") or p.get("delta", {}).get("content") for p in pieces)

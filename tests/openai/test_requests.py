@@ -1,4 +1,4 @@
-"""Bodies become prompts and parameters, or one error that names the field at fault."""
+"""Request bodies become prompts and parameters, or an error that names the wrong field."""
 
 import dataclasses
 import json
@@ -114,7 +114,7 @@ BAD_SAMPLING = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD_SAMPLING)
-async def test_bad_sampling_fields_are_named_on_both_endpoints(body, param) -> None:
+async def test_both_endpoints_reject_bad_sampling_fields_by_name(body, param) -> None:
     text_engine = scripted_text_engine("hello")
     for run in (complete, ask):
         with pytest.raises(InvalidRequestError) as caught:
@@ -154,7 +154,7 @@ async def test_bad_sampling_fields_are_named_on_both_endpoints(body, param) -> N
         ({"logprobs": "1"}, "logprobs"),
     ],
 )
-async def test_bad_completion_fields(body, param) -> None:
+async def test_rejects_bad_completion_fields(body, param) -> None:
     text_engine = scripted_text_engine("hello")
     with pytest.raises(InvalidRequestError) as caught:
         await complete(text_engine, body)
@@ -239,7 +239,7 @@ async def test_bad_completion_fields(body, param) -> None:
         ({"echo": 1}, "echo"),
     ],
 )
-async def test_bad_chat_fields(body, param) -> None:
+async def test_rejects_bad_chat_fields(body, param) -> None:
     text_engine = scripted_text_engine("hello")
     with pytest.raises(InvalidRequestError) as caught:
         await ask(text_engine, body)
@@ -267,7 +267,7 @@ async def test_bad_chat_fields(body, param) -> None:
         b'{"x":' + b'{"x":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
     ],
 )
-async def test_bodies_that_are_no_json_objects(body) -> None:
+async def test_rejects_bodies_that_are_not_json_objects(body) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         decode(body, CompletionRequest)
     assert len(caught.value.message) < 500
@@ -289,7 +289,7 @@ NULLS = dict.fromkeys(
 )
 
 
-async def test_null_is_the_same_as_absent() -> None:
+async def test_null_means_absent() -> None:
     text_engine = scripted_text_engine("hello")
     body = {key: value for key, value in NULLS.items() if key not in ("prompt", "messages")}
     await complete(text_engine, {})
@@ -302,7 +302,7 @@ async def test_null_is_the_same_as_absent() -> None:
     assert unseeded[2] == unseeded[3]
 
 
-async def test_values_that_ask_for_nothing_and_unknown_fields_are_taken() -> None:
+async def test_accepts_values_without_effect_and_unknown_fields() -> None:
     text_engine = scripted_text_engine("hello")
     body = {
         "tools": [],
@@ -349,9 +349,9 @@ async def test_fields_reach_the_engine() -> None:
         "logit_bias": {"7": 3, "8": -500},
         "cache_salt": "salt",
     }
-    sent_otherwise = ("priority", "stop_token_ids", "logit_bias", "cache_salt")
+    converted = ("priority", "stop_token_ids", "logit_bias", "cache_salt")
     expected = SamplingParams(
-        **{k: v for k, v in body.items() if k not in sent_otherwise},
+        **{k: v for k, v in body.items() if k not in converted},
         logit_bias={7: 3.0, 8: -500.0},
         stop_token_ids=(4,),
     )
@@ -363,7 +363,7 @@ async def test_fields_reach_the_engine() -> None:
         assert submit.cache_salt == "salt"
 
 
-async def test_length_of_an_answer() -> None:
+async def test_the_length_of_a_completion_has_limits_and_defaults() -> None:
     text_engine = scripted_text_engine("hello")
     cases: list[tuple[Any, dict[str, Any], int]] = [
         (complete, {"prompt": [1] * 6}, 16),
@@ -382,7 +382,7 @@ async def test_length_of_an_answer() -> None:
     assert submit.params.max_tokens == 256 - len(submit.prompt_token_ids)
 
 
-async def test_defaults_of_the_model_give_way_to_the_request() -> None:
+async def test_the_request_overrides_defaults_of_the_model() -> None:
     defaults = GenerationDefaults({"temperature": 0.1, "top_k": 1, "repetition_penalty": 1.2}, 30)
     text_engine = scripted_text_engine("hello", defaults=defaults)
     await ask(text_engine, {})
@@ -394,7 +394,7 @@ async def test_defaults_of_the_model_give_way_to_the_request() -> None:
     assert (params.temperature, params.top_k, params.max_tokens) == (1.5, 0, 50)
 
 
-async def test_prompt_forms() -> None:
+async def test_accepts_every_form_of_prompt() -> None:
     text_engine = scripted_text_engine("hello")
     hello = text_engine.model.tokenizer.encode("hello")
     cases = [
@@ -433,18 +433,18 @@ async def test_messages_are_rendered_with_the_template() -> None:
     )
 
 
-async def test_a_developer_is_a_system_unless_the_template_knows_the_role() -> None:
+async def test_the_developer_role_becomes_system_unless_the_template_has_it() -> None:
     messages = [{"role": "developer", "content": "d"}, *MESSAGES]
     text_engine = scripted_text_engine("hello")
     assert "<|im_start|>system\nd" in await rendered(text_engine, {"messages": messages})
-    knows = "{# developer #}{% for m in messages %}{{ m.role }}:{% endfor %}"
-    text_engine = scripted_text_engine("hello", chat_template=knows)
+    with_developer = "{# developer #}{% for m in messages %}{{ m.role }}:{% endfor %}"
+    text_engine = scripted_text_engine("hello", chat_template=with_developer)
     assert await rendered(text_engine, {"messages": messages}) == "developer:user:"
 
 
 @pytest.mark.parametrize("text", ["OK! ", "OK!\n", "", " x", "hello hello", "<|im_end|>"])
 @pytest.mark.parametrize("trims", [False, True])
-async def test_an_answer_can_be_continued(text, trims) -> None:
+async def test_the_final_message_can_be_continued(text, trims) -> None:
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content|trim }}</s>{% endfor %}"
         if trims
@@ -457,7 +457,7 @@ async def test_an_answer_can_be_continued(text, trims) -> None:
     assert prompt == "[user]hello</s>[assistant]" + shown
 
 
-async def test_tool_calls_of_the_past_reach_the_template_as_objects() -> None:
+async def test_earlier_tool_calls_reach_the_template_as_objects() -> None:
     template = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}"
         "{{ c.function.arguments.x + 1 }}{% endfor %}({{ m.content }}){% endfor %}"
@@ -471,14 +471,14 @@ async def test_tool_calls_of_the_past_reach_the_template_as_objects() -> None:
     assert await rendered(text_engine, {"messages": messages}) == "42()(42)"
 
 
-async def test_variables_for_the_template() -> None:
+async def test_the_request_sets_template_variables() -> None:
     template = "{{ mode }}{{ reasoning_effort }}{{ messages|length }}"
     text_engine = scripted_text_engine("hello", chat_template=template)
     body = {"chat_template_kwargs": {"mode": "m"}, "reasoning_effort": "high"}
     assert await rendered(text_engine, body) == "mhigh1"
 
 
-async def test_variables_of_the_server_give_way_to_the_request() -> None:
+async def test_the_request_overrides_template_variables_of_the_server() -> None:
     variables = {"mode": "server", "other": 1}
     template = "{{ mode }}{{ other }}"
     text_engine = scripted_text_engine(
@@ -488,7 +488,7 @@ async def test_variables_of_the_server_give_way_to_the_request() -> None:
     assert await rendered(text_engine, {"chat_template_kwargs": {"mode": "own"}}) == "own1"
 
 
-async def test_a_template_that_refuses_or_is_missing() -> None:
+async def test_a_template_that_fails_or_is_missing_is_an_error() -> None:
     template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(InvalidRequestError, match="System role not supported"):
         await ask(scripted_text_engine("hello", chat_template=template), {})
@@ -502,7 +502,7 @@ async def test_a_template_that_refuses_or_is_missing() -> None:
     assert (await complete(text_engine, {})).choices[0].text == "hello"
 
 
-async def test_models_and_lengths_that_are_not_served() -> None:
+async def test_rejects_unknown_models_and_long_prompts() -> None:
     text_engine = scripted_text_engine("hello")
     for run in (complete, ask):
         with pytest.raises(UnknownModelError):

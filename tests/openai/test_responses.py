@@ -1,4 +1,4 @@
-"""/v1/responses: the openai client reads the reply and its stream, and both agree."""
+"""Replies and streams of /v1/responses agree, and the openai client reads both."""
 
 import json
 from typing import Any
@@ -30,15 +30,15 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
-def make(answer: str, **options: Any) -> TextEngine:
-    return scripted_text_engine(answer, **({"chat_template": TEMPLATE} | options))
+def make_text_engine(text: str, **options: Any) -> TextEngine:
+    return scripted_text_engine(text, **({"chat_template": TEMPLATE} | options))
 
 
 def request_of(body: dict[str, Any]) -> ResponsesRequest:
     return decode(json.dumps({"input": "hello"} | body).encode(), ResponsesRequest)
 
 
-def plain(value: msgspec.Struct) -> dict[str, Any]:
+def to_json(value: msgspec.Struct) -> dict[str, Any]:
     return json.loads(msgspec.json.encode(value))
 
 
@@ -55,7 +55,7 @@ def without_ids(value: Any) -> Any:
 async def ask(text_engine: TextEngine, body: dict[str, Any]) -> dict[str, Any]:
     """Returns the whole reply, after comparing it with the result of a stream."""
     request = request_of(body)
-    reply = plain(await responses.complete(await responses.prepare(text_engine, request)))
+    reply = to_json(await responses.complete(await responses.prepare(text_engine, request)))
     OpenAIResponse.model_validate(reply, strict=True)
     events = await stream(text_engine, body)
     assert without_ids(events[-1]["response"]) == without_ids(reply)
@@ -65,7 +65,7 @@ async def ask(text_engine: TextEngine, body: dict[str, Any]) -> dict[str, Any]:
 async def stream(text_engine: TextEngine, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the events of a stream, after checking their order and contents."""
     prepared = await responses.prepare(text_engine, request_of(body | {"stream": True}))
-    events = [plain(event) async for event in responses.stream(prepared)]
+    events = [to_json(event) async for event in responses.stream(prepared)]
     for event in events:
         EVENT.validate_python(event, strict=True)
     check_order(events)
@@ -81,28 +81,28 @@ def check_order(events: list[dict[str, Any]]) -> None:
         if kind == "output_item.added":
             built.append({"item": event["item"], "text": "", "parts": 0, "done": False})
             assert event["item"]["status"] == "in_progress"
-        now = built[-1]
+        current = built[-1]
         assert event["output_index"] == len(built) - 1
-        assert event.get("item_id", now["item"]["id"]) == now["item"]["id"]
-        assert not now["done"]
+        assert event.get("item_id", current["item"]["id"]) == current["item"]["id"]
+        assert not current["done"]
         if kind == "content_part.added":
-            now["parts"] += 1
+            current["parts"] += 1
         elif kind.endswith(".delta"):
-            assert now["parts"] == (0 if "arguments" in kind else 1)
-            now["text"] += event["delta"]
+            assert current["parts"] == (0 if "arguments" in kind else 1)
+            current["text"] += event["delta"]
         elif kind.endswith(("text.done", "arguments.done")):
-            assert event.get("text", event.get("arguments")) == now["text"]
+            assert event.get("text", event.get("arguments")) == current["text"]
         elif kind == "content_part.done":
-            assert event["part"]["text"] == now["text"]
+            assert event["part"]["text"] == current["text"]
         elif kind == "output_item.done":
-            now["done"] = True
+            current["done"] = True
             assert event["item"] == events[-1]["response"]["output"][len(built) - 1]
-            assert event["item"]["id"] == now["item"]["id"]
+            assert event["item"]["id"] == current["item"]["id"]
     assert all(item["done"] for item in built)
 
 
-async def test_a_text_has_these_events() -> None:
-    events = await stream(make("hello world"), {})
+async def test_the_stream_of_a_text_has_the_expected_events() -> None:
+    events = await stream(make_text_engine("hello world"), {})
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created",
         "in_progress",
@@ -118,9 +118,9 @@ async def test_a_text_has_these_events() -> None:
     assert events[0]["response"]["output"] == []
 
 
-async def test_a_reply_has_this_form() -> None:
+async def test_a_reply_has_the_expected_fields() -> None:
     body = {"instructions": "be", "metadata": {"a": "b"}, "temperature": 0.5, "store": True}
-    reply = await ask(make("hello"), body)
+    reply = await ask(make_text_engine("hello"), body)
     assert reply["id"].startswith("resp_")
     assert reply["object"] == "response"
     assert reply["status"] == "completed"
@@ -143,8 +143,8 @@ async def test_a_reply_has_this_form() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
-async def test_reasoning_text_and_calls_are_items(size) -> None:
-    text_engine = make(f"<think>hmm</think>hello {CALL}{CALL}", tokens_per_output=size)
+async def test_reasoning_text_and_calls_become_items(size) -> None:
+    text_engine = make_text_engine(f"<think>hmm</think>hello {CALL}{CALL}", tokens_per_output=size)
     reply = await ask(text_engine, {"tools": [TOOL, {"type": "web_search"}]})
     thought, message, first, second = reply["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "hmm"}]
@@ -158,11 +158,11 @@ async def test_reasoning_text_and_calls_are_items(size) -> None:
     assert 0 < reply["usage"]["output_tokens_details"]["reasoning_tokens"] < 8
 
 
-async def test_tools_and_a_format_go_together() -> None:
+async def test_a_request_may_have_tools_and_a_format() -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     body = {"tools": [TOOL], "text": {"format": form}}
-    for answer, kind in ((CALL, "function_call"), ('{"a": 1}', "message")):
-        text_engine = make("<think>hmm</think>" + answer)
+    for text, kind in ((CALL, "function_call"), ('{"a": 1}', "message")):
+        text_engine = make_text_engine("<think>hmm</think>" + text)
         reply = await ask(text_engine, body)
         assert [item["type"] for item in reply["output"]] == ["reasoning", kind]
         grammar = text_engine.engine.submitted[-1].params.grammar
@@ -170,24 +170,24 @@ async def test_tools_and_a_format_go_together() -> None:
         assert "(@content | calls)" in grammar.structural_tag
 
 
-async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
-    reply = await ask(make("hello world"), {"max_output_tokens": 1})
+async def test_a_truncated_completion_is_incomplete() -> None:
+    reply = await ask(make_text_engine("hello world"), {"max_output_tokens": 1})
     assert reply["status"] == "incomplete"
     assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
     assert reply["output"][0]["status"] == "incomplete"
     assert reply["max_output_tokens"] == 1
-    events = await stream(make("hello world"), {"max_output_tokens": 1})
+    events = await stream(make_text_engine("hello world"), {"max_output_tokens": 1})
     assert events[-1]["type"] == "response.incomplete"
 
 
-async def test_an_empty_answer_has_an_item() -> None:
-    reply = await ask(make(""), {})
+async def test_an_empty_completion_has_an_item() -> None:
+    reply = await ask(make_text_engine(""), {})
     assert reply["output"][0]["content"][0]["text"] == ""
 
 
-async def test_logprobs_come_with_their_text() -> None:
+async def test_logprobs_are_in_the_part_of_their_text() -> None:
     for body in ({"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}):
-        reply = await ask(make("hello é"), body)
+        reply = await ask(make_text_engine("hello é"), body)
         entries = reply["output"][0]["content"][0]["logprobs"]
         assert (
             "".join(bytes(e["bytes"]).decode("latin-1") for e in entries[:4])
@@ -224,7 +224,7 @@ async def test_items_become_messages() -> None:
             "output": [{"type": "input_text", "text": "two"}],
         },
     ]
-    text_engine = make("hello")
+    text_engine = make_text_engine("hello")
     assert await rendered(text_engine, {"input": items, "instructions": "i", "tools": [TOOL]}) == [
         "tool f",
         "system: i",
@@ -272,8 +272,8 @@ async def test_items_become_messages() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
     ],
 )
-async def test_invalid_requests_are_refused_by_field(body, param) -> None:
-    text_engine = make("hello")
+async def test_errors_name_the_field(body, param) -> None:
+    text_engine = make_text_engine("hello")
     with pytest.raises(InvalidRequestError) as caught:
         await responses.prepare(text_engine, request_of(body))
     assert caught.value.param == param
@@ -281,10 +281,10 @@ async def test_invalid_requests_are_refused_by_field(body, param) -> None:
 
 
 async def test_an_error_in_a_stream_is_the_last_event() -> None:
-    text_engine = make("hello world")
+    text_engine = make_text_engine("hello world")
     text_engine.engine.fail_after = 1
     prepared = await responses.prepare(text_engine, request_of({}))
-    events = [plain(event) async for event in responses.stream(prepared)]
+    events = [to_json(event) async for event in responses.stream(prepared)]
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["status"] == "failed"
     assert "told to fail" in events[-1]["response"]["error"]["message"]

@@ -25,8 +25,10 @@ TOOLS = [
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> <think> #}"
 
 
-def make(answer: str = "hello", *, template: str = TEMPLATE, **options: Any) -> TextEngine:
-    return scripted_text_engine(answer, chat_template=template, **options)
+def make_text_engine(
+    text: str = "hello", *, template: str = TEMPLATE, **options: Any
+) -> TextEngine:
+    return scripted_text_engine(text, chat_template=template, **options)
 
 
 async def complete(text_engine: TextEngine, body: dict[str, Any]):
@@ -73,7 +75,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("body", "expected"), FORMS)
 async def test_grammars_reach_the_engine(body, expected) -> None:
-    text_engine = make()
+    text_engine = make_text_engine()
     for run in (complete, ask):
         await run(text_engine, body)
         assert grammar_of(text_engine) == expected
@@ -117,8 +119,8 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD)
-async def test_invalid_grammars_are_refused(body, param) -> None:
-    text_engine = make()
+async def test_rejects_invalid_grammars(body, param) -> None:
+    text_engine = make_text_engine()
     for run in (complete, ask):
         with pytest.raises(InvalidRequestError) as caught:
             await run(text_engine, body)
@@ -128,32 +130,34 @@ async def test_invalid_grammars_are_refused(body, param) -> None:
     await complete(text_engine, {"guided_regex": "a"})
 
 
-async def test_the_end_of_a_grammar_is_part_of_the_text() -> None:
+async def test_the_tokens_that_complete_a_grammar_are_part_of_the_text() -> None:
     for body in ({}, {"stop_token_ids": [5]}, {"ignore_eos": False}):
-        choice = (await complete(make("hello"), {"guided_regex": ".*"} | body)).choices[0]
+        choice = (await complete(make_text_engine("hello"), {"guided_regex": ".*"} | body)).choices[
+            0
+        ]
         assert (choice.text, choice.finish_reason) == ("hello", "stop")
 
 
-async def test_a_model_may_think_before_a_text_with_a_grammar() -> None:
-    text_engine = make("<think>he</think>\n\nll")
+async def test_a_chat_may_think_before_a_text_with_a_grammar() -> None:
+    text_engine = make_text_engine("<think>he</think>\n\nll")
     (choice,) = (await ask(text_engine, {"guided_regex": "l+"})).choices
     assert (choice.message.reasoning, choice.message.content) == ("he", "ll")
     assert "think: " in tag_of(text_engine)
-    closed = make("ll", template=TEMPLATE + "<think>\n\n</think>\n\n")
+    closed = make_text_engine("ll", template=TEMPLATE + "<think>\n\n</think>\n\n")
     (choice,) = (await ask(closed, {"guided_regex": "l+"})).choices
     assert choice.message.content == "ll"
     assert tag_of(closed) == ""
 
 
-async def test_a_completion_is_all_text() -> None:
-    text_engine = make("<think>he</think>")
+async def test_the_grammar_of_a_completion_has_no_structural_tag() -> None:
+    text_engine = make_text_engine("<think>he</think>")
     choice = (await complete(text_engine, {"guided_regex": ".*"})).choices[0]
     assert choice.text == "<think>he</think>"
     assert tag_of(text_engine) == ""
 
 
-async def test_text_format_of_responses() -> None:
-    text_engine = make()
+async def test_the_text_format_of_responses_becomes_a_grammar() -> None:
+    text_engine = make_text_engine()
     for form, expected in (
         ({"type": "json_object"}, Grammar("json_object")),
         (
@@ -170,9 +174,9 @@ async def test_text_format_of_responses() -> None:
 
 
 @pytest.mark.parametrize("parallel", [None, False])
-async def test_calls_can_be_required(parallel) -> None:
-    answer = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
-    text_engine = make(answer)
+async def test_tool_choice_can_require_calls(parallel) -> None:
+    text = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
+    text_engine = make_text_engine(text)
     body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": parallel}
     (choice,) = (await ask(text_engine, body)).choices
     assert choice.finish_reason == "tool_calls"
@@ -186,8 +190,8 @@ async def test_calls_can_be_required(parallel) -> None:
     assert schema.get("maxItems") == (1 if parallel is False else None)
 
 
-async def test_a_function_can_be_named() -> None:
-    text_engine = make('{"a": 1}')
+async def test_tool_choice_can_name_a_function() -> None:
+    text_engine = make_text_engine('{"a": 1}')
     choice_of_f = {"type": "function", "function": {"name": "f"}}
     (choice,) = (await ask(text_engine, {"tools": TOOLS, "tool_choice": choice_of_f})).choices
     (call,) = choice.message.tool_calls
@@ -201,11 +205,11 @@ async def test_a_function_can_be_named() -> None:
 
 
 @pytest.mark.parametrize("tokens_per_output", [1, 100])
-async def test_the_beginning_of_a_call_that_is_cut_off_is_no_content(tokens_per_output) -> None:
+async def test_a_truncated_forced_call_is_not_content(tokens_per_output) -> None:
     whole = '[{"name": "f", "parameters": {"a": 1}}'
     body = {"tools": TOOLS, "tool_choice": "required"}
     for text, num_calls in (("[", 0), ('[{"name"', 0), (whole, 1), (whole + ', {"name": "g"', 1)):
-        text_engine = make(text, tokens_per_output=tokens_per_output)
+        text_engine = make_text_engine(text, tokens_per_output=tokens_per_output)
         cut = {"max_tokens": len(text_engine.model.tokenizer.encode(text))}
         (choice,) = (await ask(text_engine, body | cut)).choices
         assert choice.finish_reason == "length"
@@ -218,9 +222,9 @@ FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"schema": S
 
 
 @pytest.mark.parametrize("thought", ["", "<think>hm</think>\n\n"])
-async def test_a_completion_is_calls_or_content_with_a_grammar(thought) -> None:
-    for answer, content, num_calls in ((CALL + "\n" + CALL, None, 2), ('{"a": 1}', '{"a": 1}', 0)):
-        text_engine = make(thought + answer)
+async def test_a_chat_with_tools_and_a_grammar_has_calls_or_content(thought) -> None:
+    for text, content, num_calls in ((CALL + "\n" + CALL, None, 2), ('{"a": 1}', '{"a": 1}', 0)):
+        text_engine = make_text_engine(thought + text)
         (choice,) = (await ask(text_engine, FORMAT | {"tools": TOOLS})).choices
         assert choice.message.content == content
         assert len(choice.message.tool_calls or ()) == num_calls
@@ -237,7 +241,7 @@ async def test_a_completion_is_calls_or_content_with_a_grammar(thought) -> None:
 
 
 async def test_response_format_does_not_apply_to_forced_calls() -> None:
-    text_engine = make('<think>hm</think>[{"name": "f", "parameters": {"a": 1}}]')
+    text_engine = make_text_engine('<think>hm</think>[{"name": "f", "parameters": {"a": 1}}]')
     required = {"tools": TOOLS, "tool_choice": "required"}
     (choice,) = (await ask(text_engine, FORMAT | required)).choices
     assert [call.function.name for call in choice.message.tool_calls] == ["f"]
@@ -252,8 +256,8 @@ async def test_response_format_does_not_apply_to_forced_calls() -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_tools_without_a_valid_grammar_are_refused(choice) -> None:
-    text_engine = make()
+async def test_rejects_tools_without_a_valid_grammar(choice) -> None:
+    text_engine = make_text_engine()
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}]
     with pytest.raises(InvalidRequestError) as caught:
         await ask(text_engine, FORMAT | {"tools": bad, "tool_choice": choice})
@@ -263,7 +267,7 @@ async def test_tools_without_a_valid_grammar_are_refused(choice) -> None:
     with pytest.raises(InvalidRequestError, match="tools: .* at most 262144 characters") as caught:
         await ask(text_engine, FORMAT | {"tools": large, "tool_choice": choice})
     assert caught.value.param == "tools"
-    pythonic = make(tool_call_parser="pythonic")
+    pythonic = make_text_engine(tool_call_parser="pythonic")
     await ask(pythonic, {"tools": TOOLS})
     with pytest.raises(InvalidRequestError, match="pythonic") as caught:
         await ask(pythonic, FORMAT | {"tools": TOOLS})
@@ -271,14 +275,14 @@ async def test_tools_without_a_valid_grammar_are_refused(choice) -> None:
     assert len(pythonic.engine.submitted) == 1
 
 
-async def test_a_grammar_is_checked_once_and_few_at_a_time(monkeypatch) -> None:
-    text_engine = make()
-    running, most, checked = 0, 0, []
+async def test_each_grammar_is_checked_once_and_few_at_a_time(monkeypatch) -> None:
+    text_engine = make_text_engine()
+    running, most_running, checked = 0, 0, []
 
     async def count(check, grammar):
-        nonlocal running, most
+        nonlocal running, most_running
         running += 1
-        most = max(most, running)
+        most_running = max(most_running, running)
         await asyncio.sleep(0)
         checked.append(grammar)
         running -= 1
@@ -286,7 +290,7 @@ async def test_a_grammar_is_checked_once_and_few_at_a_time(monkeypatch) -> None:
     monkeypatch.setattr(grammar_checks.asyncio, "to_thread", count)
     grammars = [Grammar("regex", "a" * i) for i in range(1, 9)]
     await asyncio.gather(*map(text_engine.grammars.check, grammars))
-    assert most == grammar_checks.AT_A_TIME
+    assert most_running == grammar_checks.AT_A_TIME
     await asyncio.gather(*map(text_engine.grammars.check, grammars))
     assert len(checked) == len(grammars)
     for i in range(grammar_checks.NUM_KEPT):

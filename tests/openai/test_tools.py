@@ -1,4 +1,4 @@
-"""Tool calls and reasoning: replies and streams agree, and are as the openai client reads them."""
+"""Tool calls and reasoning: replies and streams agree, and the openai client reads both."""
 
 import json
 from typing import Any
@@ -38,12 +38,12 @@ CALL_TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 BODY = {"messages": [{"role": "user", "content": "hello"}], "tools": [WEATHER, TIME]}
 
 
-def make(answer: str, **options: Any) -> TextEngine:
-    return scripted_text_engine(answer, **{"chat_template": TEMPLATE} | options)
+def make_text_engine(text: str, **options: Any) -> TextEngine:
+    return scripted_text_engine(text, **{"chat_template": TEMPLATE} | options)
 
 
 async def ask(text_engine: TextEngine, body: dict[str, Any]) -> dict[str, Any]:
-    """The reply, which must be what the stream comes to. Ids of calls are checked and left out."""
+    """Returns the first choice, after comparing reply and stream. Removes the IDs of calls."""
     request = decode(json.dumps(BODY | body).encode(), ChatRequest)
     reply = json.loads(
         msgspec.json.encode(await chat.complete(await chat.prepare(text_engine, request)))
@@ -67,53 +67,53 @@ async def ask(text_engine: TextEngine, body: dict[str, Any]) -> dict[str, Any]:
 async def stream(text_engine: TextEngine, body: dict[str, Any]) -> list[dict[str, Any]]:
     request = decode(json.dumps(BODY | body | {"stream": True}).encode(), ChatRequest)
     job = await chat.prepare(text_engine, request)
-    answers: dict[int, dict[str, Any]] = {}
+    joined_by_index: dict[int, dict[str, Any]] = {}
     sdk = ChatCompletionStreamState()
     async for chunk in chat.stream(job):
         data = json.loads(msgspec.json.encode(chunk))
         sdk.handle_chunk(OpenAIChunk.model_validate(data, strict=True))
         for choice in data["choices"]:
-            answer = answers.setdefault(
+            joined = joined_by_index.setdefault(
                 choice["index"],
                 {"content": "", "reasoning": "", "calls": [], "finish_reason": None, "ids": set()}
                 | {"logprobs": []},
             )
-            read_delta(answer, choice["delta"])
-            answer["logprobs"] += (choice["logprobs"] or {}).get("content", [])
-            assert answer["finish_reason"] is None
-            answer["finish_reason"] = choice["finish_reason"]
+            read_delta(joined, choice["delta"])
+            joined["logprobs"] += (choice["logprobs"] or {}).get("content", [])
+            assert joined["finish_reason"] is None
+            joined["finish_reason"] = choice["finish_reason"]
     final = sdk.current_completion_snapshot
     for choice in final.choices:
         calls = [
             {"name": c.function.name, "arguments": c.function.arguments}
             for c in choice.message.tool_calls or []
         ]
-        assert calls == answers[choice.index]["calls"]
-    return [answers[i] for i in sorted(answers)]
+        assert calls == joined_by_index[choice.index]["calls"]
+    return [joined_by_index[i] for i in sorted(joined_by_index)]
 
 
-def read_delta(answer: dict[str, Any], delta: dict[str, Any]) -> None:
+def read_delta(joined: dict[str, Any], delta: dict[str, Any]) -> None:
     assert None not in delta.values()
-    answer["content"] += delta.get("content", "")
-    answer["reasoning"] += delta.get("reasoning", "")
+    joined["content"] += delta.get("content", "")
+    joined["reasoning"] += delta.get("reasoning", "")
     assert delta.get("reasoning") == delta.get("reasoning_content")
     for call in delta.get("tool_calls", []):
         function = call["function"]
-        if call["index"] == len(answer["calls"]):
+        if call["index"] == len(joined["calls"]):
             assert list(call) == ["index", "id", "type", "function"]
             assert call["type"] == "function"
-            assert call["id"] not in answer["ids"]
-            answer["ids"].add(call["id"])
-            answer["calls"].append({"name": function["name"], "arguments": ""})
+            assert call["id"] not in joined["ids"]
+            joined["ids"].add(call["id"])
+            joined["calls"].append({"name": function["name"], "arguments": ""})
         else:
             assert call.keys() == {"index", "function"}
             assert function.keys() == {"arguments"}
-        answer["calls"][call["index"]]["arguments"] += function["arguments"]
+        joined["calls"][call["index"]]["arguments"] += function["arguments"]
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-async def test_calls_are_read(size) -> None:
-    text_engine = make(f"Let me see. {CALL}\n{CALL_TIME}", tokens_per_output=size)
+async def test_calls_are_parsed(size) -> None:
+    text_engine = make_text_engine(f"Let me see. {CALL}\n{CALL_TIME}", tokens_per_output=size)
     choice = await ask(text_engine, {"logprobs": True, "n": 2})
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Let me see."
@@ -124,17 +124,17 @@ async def test_calls_are_read(size) -> None:
     ]
 
 
-async def test_a_message_of_calls_has_no_content() -> None:
-    choice = await ask(make(CALL), {})
+async def test_a_message_with_only_calls_has_no_content() -> None:
+    choice = await ask(make_text_engine(CALL), {})
     assert choice["message"]["content"] is None
     assert "reasoning" not in choice["message"]
-    choice = await ask(make("hello"), {})
+    choice = await ask(make_text_engine("hello"), {})
     assert choice["message"].keys() == {"content", "role", "refusal"}
     assert choice["finish_reason"] == "stop"
 
 
-async def test_one_call_at_a_time() -> None:
-    choice = await ask(make(CALL + CALL_TIME), {"parallel_tool_calls": False})
+async def test_only_the_first_call_counts_without_parallel_calls() -> None:
+    choice = await ask(make_text_engine(CALL + CALL_TIME), {"parallel_tool_calls": False})
     assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["weather"]
     assert choice["finish_reason"] == "tool_calls"
 
@@ -148,32 +148,32 @@ async def test_one_call_at_a_time() -> None:
         "<tool_call>weather</tool_call>",
     ],
 )
-async def test_what_is_no_call_is_content(text) -> None:
-    choice = await ask(make(text), {})
+async def test_invalid_calls_are_content(text) -> None:
+    choice = await ask(make_text_engine(text), {})
     assert choice["message"]["content"] == text
     assert "tool_calls" not in choice["message"]
     assert choice["finish_reason"] == "stop"
 
 
-async def test_a_call_that_is_cut_off_is_no_reason_to_finish() -> None:
-    choice = await ask(make(CALL), {"max_tokens": 50})
+async def test_a_truncated_call_does_not_set_the_finish_reason() -> None:
+    choice = await ask(make_text_engine(CALL), {"max_tokens": 50})
     assert choice["finish_reason"] == "length"
     (call,) = choice["message"]["tool_calls"]
     assert ARGUMENTS.startswith(call["function"]["arguments"])
-    choice = await ask(make(CALL[:55]), {})
+    choice = await ask(make_text_engine(CALL[:55]), {})
     assert choice["finish_reason"] == "stop"
 
 
-async def test_stop_texts_end_content_and_leave_calls_alone() -> None:
-    choice = await ask(make(CALL + " the end, really"), {"stop": ["Z", ","]})
+async def test_stop_strings_end_content_but_not_calls() -> None:
+    choice = await ask(make_text_engine(CALL + " the end, really"), {"stop": ["Z", ","]})
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
     assert choice["message"]["content"].strip() == "the end"
     assert choice["stop_reason"] == ","
     assert choice["finish_reason"] == "tool_calls"
 
 
-async def test_tools_are_shown_to_the_model_unless_it_may_not_call() -> None:
-    text_engine = make(CALL)
+async def test_the_prompt_shows_tools_unless_the_tool_choice_is_none() -> None:
+    text_engine = make_text_engine(CALL)
     for choice, shown in (("auto", True), (None, True), ("none", False)):
         await ask(text_engine, {"tool_choice": choice})
         ids = text_engine.engine.submitted[-1].prompt_token_ids
@@ -186,28 +186,28 @@ async def test_tools_are_shown_to_the_model_unless_it_may_not_call() -> None:
 
 @pytest.mark.parametrize("tools", [None, []])
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
-async def test_no_tools(tools, choice) -> None:
-    text_engine = make(CALL)
+async def test_calls_are_content_without_tools(tools, choice) -> None:
+    text_engine = make_text_engine(CALL)
     reply = await ask(text_engine, {"tools": tools, "tool_choice": choice})
     assert reply["message"]["content"] == CALL
     ids = text_engine.engine.submitted[-1].prompt_token_ids
     assert text_engine.model.tokenizer.decode(ids).startswith("user")
 
 
-async def test_a_model_without_a_form_for_calls_has_no_tools() -> None:
-    text_engine = make("hello", tool_call_parser="none")
+async def test_rejects_tools_without_a_tool_call_parser() -> None:
+    text_engine = make_text_engine("hello", tool_call_parser="none")
     with pytest.raises(InvalidRequestError, match="--tool-call-parser") as caught:
         await ask(text_engine, {})
     assert caught.value.param == "tools"
     assert (await ask(text_engine, {"tool_choice": "none"}))["message"]["content"] == "hello"
     with pytest.raises(ConfigError, match="hermes"):
-        make("hello", tool_call_parser="nope")
+        make_text_engine("hello", tool_call_parser="nope")
     with pytest.raises(ConfigError, match="qwen3"):
-        make("hello", reasoning_parser="nope")
+        make_text_engine("hello", reasoning_parser="nope")
 
 
-async def test_ids_are_of_the_form_that_the_template_takes() -> None:
-    text_engine = make(
+async def test_mistral_calls_have_ids_of_nine_characters() -> None:
+    text_engine = make_text_engine(
         '[TOOL_CALLS][{"name": "time", "arguments": {}}]', tool_call_parser="mistral"
     )
     request = decode(json.dumps(BODY).encode(), ChatRequest)
@@ -218,9 +218,9 @@ async def test_ids_are_of_the_form_that_the_template_takes() -> None:
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"think": True}])
-async def test_reasoning_has_two_names_and_can_be_left_out(kwargs) -> None:
+async def test_reasoning_has_two_names_and_can_be_omitted(kwargs) -> None:
     text = "hmm\nhe</think>\n\nhello " + CALL
-    text_engine = make(text if kwargs else "<think>\n" + text)
+    text_engine = make_text_engine(text if kwargs else "<think>\n" + text)
     choice = await ask(text_engine, {"chat_template_kwargs": kwargs, "logprobs": True})
     message = choice["message"]
     assert message["reasoning"] == message["reasoning_content"] == "hmm\nhe"
@@ -233,8 +233,8 @@ async def test_reasoning_has_two_names_and_can_be_left_out(kwargs) -> None:
     assert choice["message"].keys() == {"content", "role", "refusal", "tool_calls"}
 
 
-async def test_tags_that_are_special_tokens_are_seen() -> None:
-    text_engine = make("<think>hello</think>world")
+async def test_think_tags_may_be_special_tokens() -> None:
+    text_engine = make_text_engine("<think>hello</think>world")
     think = [text_engine.model.tokenizer.encode(tag)[0] for tag in ("<think>", "</think>")]
     text_engine.model.tokenizer.special_ids |= set(think)
     text_engine.model.tokenizer._visible = TokenTextCache(
@@ -245,10 +245,12 @@ async def test_tags_that_are_special_tokens_are_seen() -> None:
     assert choice["message"]["content"] == "world"
 
 
-async def test_reasoning_may_be_all_there_is() -> None:
-    choice = await ask(make("<think>hello"), {"max_tokens": 2, "tools": None, "stop": "l"})
+async def test_a_completion_may_consist_of_reasoning_only() -> None:
+    choice = await ask(
+        make_text_engine("<think>hello"), {"max_tokens": 2, "tools": None, "stop": "l"}
+    )
     assert choice["message"]["content"] == ""
     assert choice["message"]["reasoning"] == "hello"
     assert choice["finish_reason"] == "length"
-    choice = await ask(make("<think>he", reasoning_parser="none"), {"tools": None})
+    choice = await ask(make_text_engine("<think>he", reasoning_parser="none"), {"tools": None})
     assert choice["message"]["content"] == "<think>he"

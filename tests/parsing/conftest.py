@@ -1,4 +1,4 @@
-"""Reads completions in pieces, and checks the rules of every stream of events."""
+"""Functions that read completions in pieces and check the events of every stream."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from jaxserve.parsing.parser import MessageParser, Parser
 
 @dataclass
 class Completion:
-    """Joined events."""
+    """The joined events of a completion."""
 
     content: str = ""
     reasoning: str = ""
@@ -53,14 +53,14 @@ def read_pieces(parser: Parser | MessageParser, *pieces: str) -> Completion:
     return completion
 
 
-def read_everywhere(make: Callable[[], Parser | MessageParser], text: str) -> Completion:
+def read_everywhere(make_parser: Callable[[], Parser | MessageParser], text: str) -> Completion:
     """Reads a text at once, cut at every position, and in pieces of 1, 2, 3 and 7 characters."""
-    whole = read_pieces(make(), text)
+    whole = read_pieces(make_parser(), text)
     for cut in range(len(text) + 1):
-        assert read_pieces(make(), text[:cut], text[cut:]) == whole, f"cut at {cut}"
+        assert read_pieces(make_parser(), text[:cut], text[cut:]) == whole, f"cut at {cut}"
     for size in (1, 2, 3, 7):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        assert read_pieces(make(), *pieces) == whole, f"pieces of {size}"
+        assert read_pieces(make_parser(), *pieces) == whole, f"pieces of {size}"
     return whole
 
 

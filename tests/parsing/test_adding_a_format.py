@@ -20,11 +20,11 @@ def example():
 def test_the_example_reads_calls(read_cut):
     shout = example()
 
-    def make():
+    def make_parser():
         return Parser(shout, tools={"f": {}})
 
-    completion = read_cut(make, 'I CALL f {"a": 1}; and CALL f {"b": ')
+    completion = read_cut(make_parser, 'I CALL f {"a": 1}; and CALL f {"b": ')
     assert completion.calls == [("f", '{"a": 1}'), ("f", '{"b": ')]
     assert (completion.content, completion.num_complete) == ("I and", 1)
     for text in ("CALL me", "CALL g {}", "CALL f []", "CAL", "CALL f"):
-        assert read_cut(make, text).content == text
+        assert read_cut(make_parser, text).content == text

@@ -1,4 +1,4 @@
-"""Every format: cuts do not matter, no text is lost, time is linear."""
+"""Every format: cuts do not matter, no text is lost and the work is linear."""
 
 import json
 import sys
@@ -53,7 +53,7 @@ PIECES = [
     ),
     *("true", "null", "é🔥", "\x00", "Hello ", "\\u00e9"),
 ]
-ANSWERS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=14).map("".join)
+COMPLETIONS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=14).map("".join)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text("ab<>[]{}\"'\\\n é🔥", max_size=8),
     lambda inner: (
@@ -70,17 +70,17 @@ CALLS = st.lists(
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@given(text=ANSWERS, data=st.data())
+@given(text=COMPLETIONS, data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_cuts_do_not_matter_and_calls_are_whole(read, name, text, data):
-    make = PARSERS[name]
-    whole = read(make(), text)
-    assert read(make(), *text) == whole
+    make_parser = PARSERS[name]
+    whole = read(make_parser(), text)
+    assert read(make_parser(), *text) == whole
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(make(), *pieces) == whole
+    assert read(make_parser(), *pieces) == whole
 
-    assert {called for called, _ in whole.calls} <= TOOLS.keys()
+    assert {function for function, _ in whole.calls} <= TOOLS.keys()
     num_whole = sum(is_object(arguments) for _, arguments in whole.calls)
     assert num_whole == whole.num_complete
     if not whole.calls and name in {*TOOL_PARSERS, "required", "named"}:
@@ -104,7 +104,7 @@ def written(name, calls):
     if name == "qwen3_coder":
         return [
             f"<tool_call>\n<function={f}>\n"
-            + "".join(f"<parameter={k}>\n{typed(v)}\n</parameter>\n" for k, v in a.items())
+            + "".join(f"<parameter={k}>\n{parameter_text(v)}\n</parameter>\n" for k, v in a.items())
             + "</function>\n</tool_call>"
             for f, a in calls
         ]
@@ -117,14 +117,14 @@ def written(name, calls):
     return [f"<|python_tag|>{'; '.join(objects)}"]
 
 
-def typed(value):
+def parameter_text(value):
     return value if isinstance(value, str) else json.dumps(value)
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 @given(calls=CALLS, prose=st.sampled_from(["", "Let me see: é🔥", "a < b [1] {"]))
 @settings(max_examples=40, deadline=None)
-def test_calls_are_read_as_they_were_written(read, name, calls, prose):
+def test_parsing_reverses_writing(read, name, calls, prose):
     if name == "pythonic":
         prose = prose and prose + "<|python_start|>"
     if name == "qwen3_coder":  # its values are text without types or tags
@@ -164,7 +164,7 @@ def test_work_is_linear(monkeypatch, name, size):
             assert long < 5 * short + 200, (opening, hostile)
 
 
-def work(monkeypatch, make, text, size):
+def work(monkeypatch, make_parser, text, size):
     """Counts calls and resumptions of functions, including built-in ones, and joined characters."""
     count = Counter()
 
@@ -177,7 +177,7 @@ def work(monkeypatch, make, text, size):
         before = sys.getprofile()
         sys.setprofile(profile)
         try:
-            parser = make()
+            parser = make_parser()
             for start in range(0, len(text), size):
                 parser.push(text[start : start + size])
             parser.finish()
@@ -196,7 +196,7 @@ def counted(method, count):
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
-def test_a_long_completion_of_half_markup(name):
+def test_a_long_completion_of_partial_markup_starts_at_most_one_call(name):
     text = OPENINGS[name][-1] + '<tool_call[TOOL_CALLS{"' * 4_000
     parser = PARSERS[name]()
     kinds = Counter()

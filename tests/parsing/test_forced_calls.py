@@ -1,3 +1,5 @@
+"""Calls that a request forces: an array of calls, or the arguments of one function."""
+
 import pytest
 
 from jaxserve.parsing.forced_calls import json_array_calls, named_call
@@ -21,7 +23,7 @@ TOOLS = {"f": {"type": "object", "properties": {"a": {"type": "integer"}}}, "g":
         ('[{"name": "h", "parameters": {}}]', '[{"name": "h", "parameters": {}}]', [], 0),
     ],
 )
-def test_array_of_calls(read_cut, text, content, calls, num_complete):
+def test_reads_an_array_of_calls(read_cut, text, content, calls, num_complete):
     completion = read_cut(lambda: Parser(json_array_calls, tools=TOOLS), text)
     assert (completion.content, completion.calls, completion.num_complete) == (
         content,
@@ -41,7 +43,7 @@ def test_array_of_calls(read_cut, text, content, calls, num_complete):
         ("", "", None, 0),
     ],
 )
-def test_named_call(read_cut, text, content, arguments, num_complete):
+def test_reads_the_arguments_of_a_named_call(read_cut, text, content, arguments, num_complete):
     completion = read_cut(lambda: Parser(named_call("f"), tools=TOOLS), text)
     assert completion.calls == ([] if arguments is None else [("f", arguments)])
     assert (completion.content, completion.num_complete) == (content, num_complete)

@@ -1,3 +1,5 @@
+"""The Hermes format: calls are JSON objects in <tool_call> tags."""
+
 import pytest
 
 from jaxserve.parsing.events import ContentDelta, ToolCallArguments, ToolCallStart
@@ -44,7 +46,7 @@ def hermes():
         ),
     ],
 )
-def test_well_formed_calls(read_cut, text, content, calls):
+def test_reads_well_formed_calls(read_cut, text, content, calls):
     completion = read_cut(hermes, text)
     assert (completion.content, completion.calls) == (content, calls)
     assert completion.num_complete == len(calls)
@@ -104,14 +106,14 @@ def test_other_text_is_unchanged_content(read_cut, text):
     assert (completion.content, completion.calls) == (text, [])
 
 
-def test_a_call_after_text_that_was_no_call(read_cut):
+def test_reads_a_call_after_an_invalid_call(read_cut):
     text = 'a <tool_call>{"name": "f\n<tool_call>{"name": "g", "arguments": {}}</tool_call> b'
     completion = read_cut(hermes, text)
     assert completion.content == 'a <tool_call>{"name": "f b'
     assert completion.calls == [("g", "{}")]
 
 
-def test_a_call_cut_within_its_arguments_stays_a_partial_call(read_cut):
+def test_a_call_truncated_in_its_arguments_is_a_partial_call(read_cut):
     completion = read_cut(hermes, 'x <tool_call>{"name": "f", "arguments": {"a": "b\\')
     assert (completion.content, completion.calls) == ("x", [("f", '{"a": "b\\')])
     assert completion.num_complete == 0
@@ -132,7 +134,7 @@ def test_control_characters_in_strings_become_escapes(read_cut):
     assert completion.calls == [("f", '{"code": "a\\u000a\\u0009b\\u0000"}')]
 
 
-def test_arguments_are_passed_on_as_they_arrive():
+def test_arguments_are_emitted_as_they_arrive():
     parser = hermes()
     assert parser.push('Yes. <tool_call>{"name": "f", "argum') == [ContentDelta("Yes.")]
     assert parser.push('ents": ') == []
@@ -143,14 +145,14 @@ def test_arguments_are_passed_on_as_they_arrive():
     assert parser.finish() == [ContentDelta(" <")]
 
 
-def test_without_tools_every_name_can_be_called(read):
+def test_any_name_can_be_called_without_a_list_of_tools(read):
     text = '<tool_call>{"name": "any.name-1"}</tool_call><tool_call>{"name": "no name"}</tool_call>'
     completion = read(tool_parser("hermes"), text)
     assert completion.calls == [("any.name-1", "{}")]
     assert completion.content == '<tool_call>{"name": "no name"}</tool_call>'
 
 
-def test_with_no_tools_nothing_is_a_call(read):
+def test_an_empty_list_of_tools_allows_no_calls(read):
     assert read(tool_parser("hermes", {}), CALL).content == CALL
 
 

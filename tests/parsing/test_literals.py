@@ -1,4 +1,4 @@
-"""JSON, Python literals and plain text as values, against json and ast."""
+"""Values as JSON, Python literals and plain text, compared with json and ast."""
 
 import ast
 import json
@@ -34,11 +34,11 @@ PYTHON_LIKE = st.lists(
 
 
 def accepts_json(text):
-    def refuse(constant):
+    def reject(constant):
         raise ValueError(constant)
 
     try:
-        json.loads(text, parse_constant=refuse)
+        json.loads(text, parse_constant=reject)
     except ValueError:
         return False
     return True
@@ -46,7 +46,7 @@ def accepts_json(text):
 
 @given(VALUES, st.sampled_from([None, 1]))
 @settings(max_examples=60, deadline=None)
-def test_json_that_json_writes_is_json(value, indent):
+def test_is_json_accepts_the_output_of_json(value, indent):
     text = json.dumps(value, indent=indent)
     assert is_json(text)
     assert not is_json(text + ",")
@@ -54,13 +54,13 @@ def test_json_that_json_writes_is_json(value, indent):
 
 @given(JSON_LIKE)
 @settings(max_examples=200, deadline=None)
-def test_json_is_what_json_reads(text):
+def test_is_json_agrees_with_json_loads(text):
     assert is_json(text) == accepts_json(text)
 
 
 @given(VALUES)
 @settings(max_examples=100, deadline=None)
-def test_literals_that_python_writes(value):
+def test_reads_literals_as_python_writes_them(value):
     text = read_whole(repr(value), python_literal)
     assert text is not None
     assert json.loads(text) == value
@@ -68,7 +68,7 @@ def test_literals_that_python_writes(value):
 
 @given(PYTHON_LIKE)
 @settings(max_examples=200, deadline=None)
-def test_literals_are_those_of_python(text):
+def test_python_literals_agree_with_ast(text):
     found = read_whole(text, python_literal)
     if not found or "\n" in text:  # Python rejects a line break within quotes
         return
@@ -87,7 +87,7 @@ def test_literals_are_those_of_python(text):
         ("{'a': [], 'b': {},}", {"a": [], "b": {}}),
     ],
 )
-def test_python_literals(text, value):
+def test_reads_escapes_line_breaks_and_json_constants(text, value):
     found = read_whole(text, python_literal)
     assert found is not None
     assert json.loads(found) == value
@@ -99,7 +99,7 @@ def test_python_literals(text, value):
     ["", "'", "'a", "'a' 'b'", "(1)", "{1}", "{1: 2}", "[,]", "[1 2]", "0x1", "1_000", "nan", "f()"]
     + [r"'\u12'", r"'\U99999999'", "--1", "007", "[" * 50, "1 2"],
 )
-def test_other_python_is_refused(text):
+def test_rejects_other_python(text):
     assert not read_whole(text, python_literal)
 
 

@@ -1,3 +1,5 @@
+"""The Llama 3 format: calls are JSON objects, alone or after <|python_tag|>."""
+
 import pytest
 
 from jaxserve.parsing.registry import tool_parser
@@ -28,7 +30,7 @@ def llama3_json():
         (f"{CALL};\n{TAG[:7]}", "", 1),
     ],
 )
-def test_calls(read_cut, text, content, num_calls):
+def test_reads_calls(read_cut, text, content, num_calls):
     completion = read_cut(llama3_json, text)
     assert (completion.content, completion.calls) == (content, [("f", ARGUMENTS)] * num_calls)
     assert completion.num_complete == num_calls
@@ -54,6 +56,6 @@ def test_other_text_is_unchanged_content(read_cut, text):
     assert (completion.content, completion.calls) == (text, [])
 
 
-def test_a_second_call_cut_in_half_is_content(read_cut):
+def test_a_truncated_second_call_is_content(read_cut):
     completion = read_cut(llama3_json, f'{CALL}; {{"name": "g"')
     assert (completion.content, len(completion.calls)) == ('; {"name": "g"', 1)

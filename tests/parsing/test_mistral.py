@@ -1,3 +1,5 @@
+"""The Mistral formats: [TOOL_CALLS] before a list of calls or before each call."""
+
 import pytest
 
 from jaxserve.parsing.registry import tool_parser
@@ -30,7 +32,7 @@ def mistral():
         ('[TOOL_CALLS]{"name": "f"}', "", [("f", "{}")]),
     ],
 )
-def test_calls(read_cut, text, content, calls):
+def test_reads_calls(read_cut, text, content, calls):
     completion = read_cut(mistral, text)
     assert (completion.content, completion.calls) == (content, calls)
     assert completion.num_complete == len(calls)
@@ -64,7 +66,7 @@ def test_an_invalid_list_keeps_the_calls_before_the_error(read_cut):
     assert (completion.content, completion.calls) == (', {"name": "unknown"}]', [("f", "{}")])
 
 
-def test_a_cut_call_stays_a_partial_call(read_cut):
+def test_a_truncated_call_is_a_partial_call(read_cut):
     completion = read_cut(mistral, '[TOOL_CALLS]f[ARGS]{"a": [tr')
     assert (completion.content, completion.calls, completion.num_complete) == (
         "",

@@ -1,3 +1,5 @@
+"""The pythonic format: a list of Python calls with literal arguments."""
+
 import json
 
 import pytest
@@ -32,7 +34,7 @@ def pythonic():
         ("[f(a=1) ", "", [("f", {"a": 1})]),
     ],
 )
-def test_calls(read_cut, text, content, calls):
+def test_reads_calls(read_cut, text, content, calls):
     completion = read_cut(pythonic, text)
     assert completion.content == content
     assert [(name, json.loads(text)) for name, text in completion.calls] == calls

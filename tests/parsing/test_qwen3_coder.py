@@ -1,3 +1,5 @@
+"""The Qwen3-Coder format: functions and parameters in tags."""
+
 import json
 
 import pytest
@@ -42,7 +44,7 @@ def call(name, *values):
         ),
         (call("g", "<parameter=k>v</parameter>"), "", [("g", {"k": "v"})]),
         (call("g", "<parameter=k></parameter>") + " ok", " ok", [("g", {"k": ""})]),
-        # Tags that models leave out.
+        # Models sometimes omit tags.
         ("<function=g>\n</function>\nDone", "\nDone", [("g", {})]),
         ("<tool_call><function=g></tool_call>", "", [("g", {})]),
         (
@@ -58,7 +60,7 @@ def call(name, *values):
         ),
     ],
 )
-def test_calls(read_cut, text, content, calls):
+def test_reads_calls(read_cut, text, content, calls):
     completion = read_cut(qwen3_coder, text)
     assert completion.content == content
     assert [(name, json.loads(text)) for name, text in completion.calls] == calls
@@ -82,7 +84,7 @@ def test_other_text_is_unchanged_content(read_cut, text):
     assert (completion.content, completion.calls) == (text, [])
 
 
-def test_a_cut_call_stays_a_partial_call(read_cut):
+def test_a_truncated_call_is_a_partial_call(read_cut):
     completion = read_cut(qwen3_coder, "<function=f>" + value("n", "1") + "<parameter=s>\nhalf")
     assert (completion.content, completion.calls, completion.num_complete) == (
         "",
@@ -100,7 +102,7 @@ def test_malformed_text_within_a_call_is_content(read_cut):
     )
 
 
-def test_each_value_is_passed_on_when_it_is_complete():
+def test_each_value_is_emitted_when_it_is_complete():
     parser = qwen3_coder()
     assert parser.push("<tool_call>\n<function=f") == []
     assert parser.push(">\n<parameter=n>4") == [ToolCallStart(0, "f")]

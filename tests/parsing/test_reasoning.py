@@ -1,3 +1,5 @@
+"""Think blocks, including blocks that the prompt begins or ends."""
+
 import pytest
 
 from jaxserve.parsing.events import ContentDelta, ReasoningDelta
@@ -15,11 +17,11 @@ CLOSED_PROMPT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         ("", "<think>\n\n</think>\n\nHello", "", "Hello"),
         ("", "<think></think>", "", ""),
         ("", "<think>a <think> b</think> c </think> d", "a <think> b", "c </think> d"),
-        # Cut off.
+        # Truncated blocks.
         ("", "<think>\nplan\n\n", "plan\n\n", ""),
         ("", "<think>plan </thi", "plan </thi", ""),
         ("", "<think>", "", ""),
-        # Opened or closed by the prompt.
+        # Blocks that the prompt opens or closes.
         (OPEN_PROMPT, "\nplan\n</think>\n\nHello", "plan", "Hello"),
         (OPEN_PROMPT, "<think>\nplan</think>Hello", "plan", "Hello"),
         (OPEN_PROMPT, "plan", "plan", ""),
@@ -28,7 +30,7 @@ CLOSED_PROMPT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
-def test_think_blocks(read_cut, name, prompt, text, reasoning, content):
+def test_separates_think_blocks_from_content(read_cut, name, prompt, text, reasoning, content):
     completion = read_cut(lambda: reasoning_parser(name, prompt=prompt), text)
     assert (completion.reasoning, completion.content) == (reasoning, content)
 

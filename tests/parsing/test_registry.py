@@ -1,3 +1,5 @@
+"""Parsers by name, and the detection of formats in chat templates."""
+
 import pytest
 
 from jaxserve.errors import ConfigError
@@ -45,7 +47,7 @@ def test_formats_are_detected_in_templates(template, tools, reasoning):
     assert detect_reasoning_parser(template) == reasoning
 
 
-def test_every_name_gives_a_parser_that_works():
+def test_every_name_has_a_working_parser():
     for name in TOOL_PARSERS:
         parser = tool_parser(name)
         assert "".join(event.text for event in parser.push("a") + parser.finish()) == "a"
@@ -54,7 +56,7 @@ def test_every_name_gives_a_parser_that_works():
         assert "".join(event.text for event in parser.push("a") + parser.finish()) == "a"
 
 
-def test_an_unknown_name_is_a_clear_error():
+def test_an_error_for_an_unknown_name_lists_the_names():
     with pytest.raises(ConfigError, match=r"'herms'.*hermes, llama3_json, mistral, pythonic"):
         tool_parser("herms")
     with pytest.raises(ConfigError, match=r"'gpt'.*deepseek_r1, qwen3"):

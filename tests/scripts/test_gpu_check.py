@@ -1,4 +1,4 @@
-"""The check for GPUs, tried out on a CPU: it has to be known to work before it meets one."""
+"""The check for GPUs, run on a CPU, so that it is known to work before a GPU is used."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def options(tmp_path):
     return importlib.import_module("gpu.options").Options(tiny=True, folder=tmp_path)
 
 
-def part(monkeypatch, run) -> None:
-    """Makes ``run`` what a part does."""
+def replace_part(monkeypatch, run) -> None:
+    """Replaces the function that runs a part."""
     monkeypatch.setattr(importlib, "import_module", lambda _: SimpleNamespace(run=run))
 
 
-def test_all_of_it_runs_with_toy_sizes(tmp_path):
+def test_every_part_runs_with_toy_sizes(tmp_path):
     command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--tiny", "--output", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     logs = "".join(path.read_text() for path in tmp_path.glob("*.log"))
@@ -49,12 +49,12 @@ def test_all_of_it_runs_with_toy_sizes(tmp_path):
     assert all(line["what"] in table for line in lines)
 
 
-def test_a_part_that_fails_is_a_line(check, options, monkeypatch):
+def test_a_failed_part_has_a_line_in_the_report(check, options, monkeypatch):
     def run(options, report):
         report.add("first", ms=1.0)
         raise RuntimeError("out of memory")
 
-    part(monkeypatch, run)
+    replace_part(monkeypatch, run)
     assert check.run_part("engine", options) == check.FAILED
     first, failed = check.Report(options.folder / "engine.jsonl").findings()
     assert (first.what, first.problem) == ("first", "")
@@ -73,65 +73,65 @@ def test_a_part_that_cannot_run_is_skipped(reason, why, check, options, monkeypa
     def run(options, report):
         raise check.Skipped(reason) if isinstance(reason, str) else reason
 
-    part(monkeypatch, run)
+    replace_part(monkeypatch, run)
     assert check.run_part("peer", options) == check.SKIPPED
     (line,) = check.Report(options.folder / "peer.jsonl").findings()
     assert (line.what, line.values, line.problem) == ("peer skipped", {"why": why}, "")
 
 
-def test_a_part_that_takes_too_long_is_ended(check, options):
+def test_a_part_that_takes_too_long_is_stopped(check, options):
     (line,) = check.start_part("roofs", options, 0.05)
     assert line.problem == "took longer than 0 s"
 
 
-def test_a_wrong_number_fails_the_check(check, monkeypatch, tmp_path):
+def test_a_wrong_result_fails_the_check(check, monkeypatch, tmp_path):
     wrong = check.Finding("decode", {"error": 0.5}, "relative error 5e-01, at most 1.5e-02")
     monkeypatch.setattr(check, "start_part", lambda *_: [wrong])
     assert check.main(["--only", "numerics", "--output", str(tmp_path)]) == 1
 
 
 @pytest.mark.parametrize(
-    ("asked", "run"),
+    ("requested", "run"),
     [
         (["numerics"], ["numerics"]),
         (["engine", "numerics"], ["roofs", "numerics", "engine"]),
         (["peer", "attention"], ["roofs", "attention", "peer"]),
     ],
 )
-def test_what_is_compared_is_measured_first(asked, run, check):
-    assert check.with_roofs(asked) == run
+def test_roofs_are_measured_before_parts_that_need_them(requested, run, check):
+    assert check.with_roofs(requested) == run
 
 
-def test_a_write_to_a_padding_slot_is_noticed(check, options, monkeypatch, rng):
+def test_detects_a_write_to_a_padding_slot(check, options, monkeypatch, rng):
     numerics = importlib.import_module("gpu.numerics")
 
-    def without_a_mask(k_cache, v_cache, k, v, slots, layer, *, interpret):
+    def write_without_mask(k_cache, v_cache, k, v, slots, layer, *, interpret):
         flat = [cache.reshape(-1, *cache.shape[3:]) for cache in (k_cache, v_cache)]
         flat = [cache.at[slots].set(new) for cache, new in zip(flat, (k, v), strict=True)]
         return [cache.reshape(k_cache.shape) for cache in flat]
 
-    monkeypatch.setattr(numerics, "kv_write", without_a_mask)
+    monkeypatch.setattr(numerics, "kv_write", write_without_mask)
     report = check.Report(options.folder / "lines")
     numerics._write(report, rng, "float32", True)
     assert "elements of the cache are wrong" in report.findings()[0].problem
 
 
-def test_a_wrong_kernel_is_noticed_and_nan_is_no_excuse(check, options, monkeypatch, rng):
+def test_detects_a_wrong_kernel_even_if_its_output_is_nan(check, options, monkeypatch, rng):
     numerics = importlib.import_module("gpu.numerics")
-    right = numerics.paged_decode
+    paged_decode = numerics.paged_decode
     shape = numerics.Shape((0, 17), [1, 1], num_heads=2, dtype="float32")
     for wrong in (1.1, np.nan):
         monkeypatch.setattr(
             numerics,
             "paged_decode",
-            lambda *args, wrong=wrong, **options: right(*args, **options) * wrong,
+            lambda *args, wrong=wrong, **options: paged_decode(*args, **options) * wrong,
         )
         report = check.Report(options.folder / "lines")
         numerics._attention(report, "decode", rng, shape, True)
         assert report.findings()[-1].problem.startswith("relative error")
 
 
-def test_graphs_are_read_from_what_the_compiler_left(options):
+def test_graphs_are_counted_in_the_files_of_the_compiler(options):
     steps = importlib.import_module("gpu.steps")
     assert steps.graphs_of_last_step(options.folder) == "unknown"
     folder = options.folder / "xla"
@@ -143,7 +143,7 @@ def test_graphs_are_read_from_what_the_compiler_left(options):
     assert steps.graphs_of_last_step(options.folder) == "1 of 2"
 
 
-def test_the_time_of_a_call_is_that_of_the_device():
+def test_seconds_returns_the_time_of_a_call():
     timing = importlib.import_module("gpu.timing")
     spent = timing.seconds(jax.jit(lambda x: x + 1), np.ones(8))
     assert 0 < spent < 1

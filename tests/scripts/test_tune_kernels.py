@@ -13,7 +13,7 @@ from pallas_kernels import tuning
 
 @pytest.fixture(autouse=True)
 def compile_quickly() -> Iterator[None]:
-    """Interpreted kernels are large programs that run a few times."""
+    """Turns off optimisations: interpreted kernels are large programs that run only a few times."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -25,7 +25,7 @@ def tuner():
 
 
 @pytest.mark.parametrize("kernel", [tuning.DECODE, tuning.RAGGED])
-def test_candidates_are_different_and_hold_what_is_in_use(kernel, tuner):
+def test_candidates_are_distinct_and_include_the_configs_in_use(kernel, tuner):
     found = list(tuner.candidates(kernel, tiny=False))
     assert len(set(found)) == len(found)
     for head_dim in (64, 128):
@@ -33,7 +33,7 @@ def test_candidates_are_different_and_hold_what_is_in_use(kernel, tuner):
         assert used in found
 
 
-def test_lines_fit_the_table(tuner, monkeypatch):
+def test_a_printed_line_can_be_added_to_the_table(tuner, monkeypatch):
     spec = importlib.import_module("gpu.models").spec_of("llama-3.1-8b")
     best = tuning.KernelConfig(128, 64, 8, 4)
     line = tuner.entry(tuning.RAGGED, spec, best, "NVIDIA H200")
@@ -45,19 +45,19 @@ def test_lines_fit_the_table(tuner, monkeypatch):
     assert tuning.kernel_config(**call | {"dtype": "float32"}, device="NVIDIA H200") != best
 
 
-def test_it_runs_with_toy_sizes(tuner, tmp_path, capsys):
+def test_the_tuner_runs_with_toy_sizes(tuner, tmp_path, capsys):
     assert tuner.main(["--tiny", "--output", str(tmp_path / "lines")]) == 0
     lines = (tmp_path / "lines").read_text().splitlines()
     assert [line.split(",")[0].strip() for line in lines] == ["_Entry(DECODE", "_Entry(RAGGED"]
     assert capsys.readouterr().out.count(" us") == 4
 
 
-def test_without_a_gpu_it_says_so(tuner, capsys):
+def test_the_tuner_reports_a_missing_gpu(tuner, capsys):
     assert tuner.main([]) == 2
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_a_candidate_that_does_not_compile_is_left_out(tuner, monkeypatch):
+def test_a_candidate_that_does_not_compile_is_skipped(tuner, monkeypatch):
     compiled = tuner.Workload.compiled
 
     def failing(self, config):

@@ -92,7 +92,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_first_start_installs_and_second_only_starts(checkout: Checkout) -> None:
+def test_the_first_start_installs_and_the_second_only_starts(checkout: Checkout) -> None:
     first = checkout.run("serve", "--port", "8001")
     assert first.returncode == 0, first.stderr
     assert "ran -P -m server --port 8001" in first.stdout
@@ -128,7 +128,7 @@ def test_the_tests_add_to_the_same_environment(checkout: Checkout) -> None:
     assert checkout.calls() == ["run -P -m server"]
 
 
-def test_a_changed_project_is_installed_again_with_all_its_parts(checkout: Checkout) -> None:
+def test_a_changed_project_is_installed_again_with_all_its_extras(checkout: Checkout) -> None:
     checkout.run("test")
     checkout.calls()
     checkout.pyproject.write_text("[project]\n# changed\n")
@@ -142,7 +142,7 @@ def test_a_changed_project_is_installed_again_with_all_its_parts(checkout: Check
     assert checkout.calls() == [f"run -m pytest {PARALLEL}"]
 
 
-def test_a_failed_installation_shows_why_and_is_built_anew(checkout: Checkout) -> None:
+def test_a_failed_installation_shows_its_error_and_is_built_again(checkout: Checkout) -> None:
     failed = checkout.run("serve", FAKE_PIP_FAILS="1")
     assert failed.returncode == 1
     assert "ERROR: no such thing" in failed.stderr
@@ -152,7 +152,7 @@ def test_a_failed_installation_shows_why_and_is_built_anew(checkout: Checkout) -
     assert checkout.calls()[0] == "venv"
 
 
-def test_an_interrupted_installation_is_built_anew(checkout: Checkout) -> None:
+def test_an_interrupted_installation_is_built_again(checkout: Checkout) -> None:
     process = subprocess.Popen(
         [checkout.root / "scripts" / "serve"],
         env=checkout.environment(FAKE_PIP_SECONDS="60"),
@@ -172,9 +172,7 @@ def test_an_interrupted_installation_is_built_anew(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize("slow", [{"FAKE_PIP_SECONDS": "4"}, {"FAKE_PIP_WORDS": "20"}])
-def test_an_installer_that_says_nothing_of_interest_still_shows_life(
-    checkout: Checkout, slow: dict[str, str]
-) -> None:
+def test_a_slow_installation_prints_progress(checkout: Checkout, slow: dict[str, str]) -> None:
     helper = checkout.root / "scripts" / "_venv.sh"
     text = helper.read_text()
     assert "PROGRESS_S=3\n" in text
@@ -183,7 +181,7 @@ def test_an_installer_that_says_nothing_of_interest_still_shows_life(
     assert output.count("  ... ") >= 2
 
 
-def test_who_waits_for_another_script_is_told(checkout: Checkout) -> None:
+def test_a_script_that_waits_for_another_prints_a_message(checkout: Checkout) -> None:
     env = checkout.environment(FAKE_PIP_SECONDS="5")
     command = [checkout.root / "scripts" / "serve", "/a/model"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as first:
@@ -197,13 +195,13 @@ def test_who_waits_for_another_script_is_told(checkout: Checkout) -> None:
     assert checkout.calls().count("venv") == 1
 
 
-def test_a_shim_that_fails_is_passed_over(checkout: Checkout) -> None:
+def test_a_failing_shim_is_skipped(checkout: Checkout) -> None:
     checkout.add_python("python3.13", "#!/bin/sh\necho 'command not found' >&2\nexit 127\n")
     output = checkout.run("serve").stdout
     assert "with python3.12 (Python 3.12.0)" in output
 
 
-def test_the_newest_interpreter_is_taken_unless_one_is_named(checkout: Checkout) -> None:
+def test_the_newest_interpreter_is_used_unless_one_is_named(checkout: Checkout) -> None:
     checkout.add_python("python3.13")
     named = checkout.add_python("mine")
     assert "with python3.13 " in checkout.run("serve").stdout
@@ -238,7 +236,7 @@ def add_pyenv(folder: Path, version: str) -> Path:
 SHIM = "#!/bin/sh\necho 'pyenv: python3.13: command not found' >&2\nexit 127\n"
 
 
-def test_a_named_version_whose_shim_fails_is_looked_for_in_pyenv(
+def test_pyenv_is_searched_for_a_named_version_whose_shim_fails(
     checkout: Checkout, tmp_path: Path
 ) -> None:
     checkout.add_python("python3.13", SHIM)
@@ -252,7 +250,7 @@ def test_a_named_version_whose_shim_fails_is_looked_for_in_pyenv(
     assert checkout.calls() == ["run -P -m server"]
 
 
-def test_a_named_interpreter_that_fails_is_quoted(checkout: Checkout) -> None:
+def test_the_error_of_a_named_interpreter_is_shown(checkout: Checkout) -> None:
     checkout.add_python("python3.13", SHIM)
     checkout.add_python("old", f"#!/bin/sh\n{OLD_PYTHON}\n")
     for name, words in (
@@ -274,7 +272,7 @@ def test_pyenv_versions_are_found(checkout: Checkout, tmp_path: Path) -> None:
     assert f"with {python} (" in output
 
 
-def test_without_the_venv_module_it_says_what_to_install(checkout: Checkout) -> None:
+def test_a_missing_venv_module_names_the_package_to_install(checkout: Checkout) -> None:
     runs_without_ensurepip = '#!/bin/sh\ncase "$*" in *ensurepip*) exit 1 ;; esac\n'
     for name in ("python3.13", "python3.12", "python3.11", "python3"):
         checkout.add_python(name, runs_without_ensurepip)
@@ -283,7 +281,7 @@ def test_without_the_venv_module_it_says_what_to_install(checkout: Checkout) -> 
     assert "apt-get install python3-venv" in result.stderr
 
 
-def test_the_server_gets_the_signals(checkout: Checkout) -> None:
+def test_signals_reach_the_server(checkout: Checkout) -> None:
     """The script becomes the server by exec, so signals to the script reach the server."""
     waits = FAKE_PYTHON.replace('log "run $*"', 'echo "pid $$"; exec sleep 60')
     checkout.add_python("python3.12", waits)
@@ -306,7 +304,7 @@ def test_the_server_gets_the_signals(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]])
-def test_a_script_beside_the_clone_imports_the_package(tmp_path: Path, how: list[str]) -> None:
+def test_a_script_next_to_the_clone_imports_the_package(tmp_path: Path, how: list[str]) -> None:
     """A folder in the current directory with the name of the package is not imported."""
     try:
         metadata.distribution("jaxserve")

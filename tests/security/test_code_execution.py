@@ -1,6 +1,6 @@
-"""Nothing that comes from outside is ever run: no pickles, no code of models, no expressions.
+"""No external input is executed: no pickles, no model code, no expressions.
 
-CVE-2024-50050 and its kin, CVE-2025-66448, CVE-2025-9141, CVE-2026-5760.
+CVE-2024-50050 and related ones, CVE-2025-66448, CVE-2025-9141, CVE-2026-5760.
 """
 
 import ast
@@ -37,10 +37,10 @@ IMPORTERS = {
     "jaxserve/ops/attention.py",  # a table of our own backends
     "jaxserve/parsing/registry.py",  # a table of our own parsers
 }
-"""Files that import a module by a name that they do not spell out; none of it is from a file."""
+"""Files that import modules by a computed name. The name never comes from a model file."""
 
 
-def offences(tree):
+def violations(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
@@ -63,30 +63,30 @@ def offences(tree):
                 yield "np.load"
 
 
-def test_the_search_finds_what_it_is_for():
+def test_the_search_finds_unsafe_code_only():
     code = (
         "import pickle\nfrom torch import load\neval('1')\nast.literal_eval(x)\n"
         "f(trust_remote_code=y)\nx.f(trust_remote_code=True)\nnp.load(f)\nx.run(c, shell=True)\n"
         "from a import b\nre.compile('x')\nlowered.compile()\nx.f(trust_remote_code=False)\n"
     )
-    assert sorted(offences(ast.parse(code))) == sorted(
+    assert sorted(violations(ast.parse(code))) == sorted(
         ["pickle", "torch", "eval", "literal_eval", "trust_remote_code", "np.load", "shell"]
     )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_source_runs_what_it_is_given(path):
-    assert list(offences(ast.parse(path.read_text()))) == []
+def test_no_source_file_has_unsafe_code(path):
+    assert list(violations(ast.parse(path.read_text()))) == []
 
 
-def test_modules_are_imported_by_name_from_our_own_tables_only():
+def test_only_listed_files_import_modules_by_name():
     found = {str(path.relative_to(ROOT)) for path in SOURCES if "import_module" in path.read_text()}
     assert found == IMPORTERS
 
 
 @pytest.mark.parametrize("key", ["auto_map", "custom_pipelines", "trust_remote_code"])
-def test_code_beside_the_weights_is_not_run(tmp_path, key):
-    """Not for the configuration, nor for the tokenizer, nor because it lies there."""
+def test_code_next_to_the_weights_is_not_run(tmp_path, key):
+    """Neither the configuration, the tokenizer nor its mere presence causes code to run."""
     folder = write_checkpoint(tmp_path / "model", tiny_config())
     trap = f"open({str(tmp_path / 'trapped')!r}, 'w')\n"
     names = ("modeling_evil", "configuration_evil", "tokenization_evil", "conftest", "__init__")
@@ -111,7 +111,7 @@ def test_code_beside_the_weights_is_not_run(tmp_path, key):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "m.ckpt"])
-def test_pickled_weights_are_not_read(tmp_path, name):
+def test_rejects_pickled_weights(tmp_path, name):
     folder = write_checkpoint(tmp_path / "model", tiny_config())
     (folder / "model.safetensors").rename(folder / name)
     with pytest.raises(CheckpointError, match="pickled"):
@@ -119,7 +119,7 @@ def test_pickled_weights_are_not_read(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
-def test_calls_of_a_model_are_read_and_not_evaluated(name, tmp_path):
+def test_tool_calls_are_parsed_without_evaluation(name, tmp_path):
     evil = f"__import__('os').system('touch {tmp_path}/trapped')"
     parser: Parser = tool_parser(name, {"f": {"properties": {"a": {"type": "integer"}}}})
     for text in (
@@ -133,8 +133,8 @@ def test_calls_of_a_model_are_read_and_not_evaluated(name, tmp_path):
     assert not (tmp_path / "trapped").exists()
 
 
-def test_a_template_has_no_way_out():
-    """Those that jinja had to mend: CVE-2024-56201, CVE-2024-56326, CVE-2025-27516."""
+def test_templates_cannot_escape_the_sandbox():
+    """Includes escapes that Jinja had to fix: CVE-2024-56201, CVE-2024-56326, CVE-2025-27516."""
     from jaxserve.text.chat_template import render_chat
 
     for template in (

@@ -1,6 +1,6 @@
-"""Files of strangers: whatever is in them, they load as what they are or are refused in one line.
+"""Untrusted model files either load correctly or are rejected with a one-line error.
 
-CVE-2026-7482, CVE-2024-37032, CVE-2025-53630: readers that believed what a file says of itself.
+CVE-2026-7482, CVE-2024-37032, CVE-2025-53630: readers that trusted what a file says about itself.
 """
 
 import json
@@ -25,31 +25,31 @@ from jaxserve.models.loading import load_params
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
 from jaxserve.text.tokenizer import Tokenizer
 
-REFUSALS = (CheckpointError, UnsupportedModelError)
-MAX_MESSAGE = 1000
-MAX_MEMORY = 64 << 20
+REJECTIONS = (CheckpointError, UnsupportedModelError)
+MAX_MESSAGE_CHARS = 1000
+MAX_MEMORY_BYTES = 64 << 20
 
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
-    """A file to write over: examples of one test share it."""
+    """A folder for files that each example of a test overwrites."""
     return tmp_path_factory.mktemp("hostile")
 
 
-def refusal(load):
-    """What a file is refused with, or None; memory must stay small."""
+def rejection(load):
+    """Returns the message with which a file is rejected, or None. Memory must stay small."""
     tracemalloc.start()
     try:
         load()
         message = None
-    except REFUSALS as error:
+    except REJECTIONS as error:
         message = str(error)
-        assert len(message) < MAX_MESSAGE, message[:200]
+        assert len(message) < MAX_MESSAGE_CHARS, message[:200]
         assert "\n" not in message
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert peak < MAX_MEMORY
+    assert peak < MAX_MEMORY_BYTES
     return message
 
 
@@ -112,10 +112,10 @@ def changed(name, **changes):
         (packed(changed("b", dtype="x" * 100_000)), "not supported"),
     ],
 )
-def test_safetensors_that_lie(scratch, raw, words) -> None:
+def test_rejects_inconsistent_safetensors_headers(scratch, raw, words) -> None:
     path = scratch / "lie.safetensors"
     path.write_bytes(raw)
-    message = refusal(lambda: read_all(path))
+    message = rejection(lambda: read_all(path))
     assert message is not None
     assert words in message
 
@@ -139,7 +139,7 @@ KEYS = st.sampled_from([("a",), ("b",), ("c",), ("__metadata__",)]) | st.tuples(
 
 @given(changes=st.lists(st.tuples(KEYS, ODD), min_size=1, max_size=3))
 @settings(max_examples=100, deadline=None)
-def test_safetensors_with_odd_headers(scratch, changes) -> None:
+def test_safetensors_with_odd_headers_load_correctly_or_are_rejected(scratch, changes) -> None:
     header = json.loads(json.dumps(HEADER))
     for (*parents, key), value in changes:
         place = header
@@ -151,19 +151,21 @@ def test_safetensors_with_odd_headers(scratch, changes) -> None:
 
 @given(seed=st.integers(0, 2**32), num_bytes=st.integers(1, 6))
 @settings(max_examples=100, deadline=None)
-def test_safetensors_with_other_bytes(scratch, seed, num_bytes) -> None:
-    source, raw = random.Random(seed), bytearray(packed(HEADER))
+def test_safetensors_with_changed_bytes_load_correctly_or_are_rejected(
+    scratch, seed, num_bytes
+) -> None:
+    rng, raw = random.Random(seed), bytearray(packed(HEADER))
     for _ in range(num_bytes):
-        raw[source.randrange(len(raw) - len(DATA))] = source.choice(b'0123456789"{}[],:\x00\xff F')
+        raw[rng.randrange(len(raw) - len(DATA))] = rng.choice(b'0123456789"{}[],:\x00\xff F')
     check_safetensors(scratch, bytes(raw))
 
 
 def check_safetensors(scratch, raw):
-    """What loads is what the header says, byte for byte, and no byte belongs to two."""
+    """Checks that loaded arrays match their header byte by byte and do not overlap."""
     path = scratch / "odd.safetensors"
     path.write_bytes(raw)
     arrays = {}
-    if refusal(lambda: arrays.update(read_all(path))) is None:
+    if rejection(lambda: arrays.update(read_all(path))) is None:
         assert sum(array.nbytes for array in arrays.values()) <= len(DATA)
         length = int.from_bytes(raw[:8], "little")
         header = json.loads(raw[8 : 8 + length])
@@ -234,7 +236,7 @@ FIELDS = {
 
 
 def gguf_bytes(fields):
-    """A whole model with these fields; its tensors are float32, of the sizes of `FIELDS`."""
+    """Returns a whole model with these fields, and float32 tensors of the sizes in `FIELDS`."""
     size, hidden, ffn = len(TOKENS), 32, 64
     shapes = {"token_embd.weight": (size, hidden), "output_norm.weight": (hidden,)}
     for i in range(2):
@@ -256,7 +258,7 @@ def gguf_bytes(fields):
 
 
 def load_gguf(path):
-    """All that the front and an engine ask of a file before it is served."""
+    """Reads everything that the front and an engine need from a file before they serve it."""
     checkpoint = GGUFCheckpoint(path)
     spec = read_spec(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
@@ -266,10 +268,10 @@ def load_gguf(path):
     return spec, tokenizer
 
 
-def test_the_file_is_good_before_it_is_changed(scratch) -> None:
+def test_the_unchanged_gguf_file_loads(scratch) -> None:
     path = scratch / "good.gguf"
     path.write_bytes(gguf_bytes(FIELDS))
-    assert refusal(lambda: load_gguf(path)) is None
+    assert rejection(lambda: load_gguf(path)) is None
 
 
 SCALAR_VALUES = {
@@ -294,28 +296,28 @@ TYPED = st.sampled_from([*SCALAR_VALUES]).flatmap(
 @pytest.mark.parametrize("key", FIELDS)
 @given(value=TYPED)
 @settings(max_examples=12, deadline=None)
-def test_gguf_fields_of_another_type_or_value(scratch, key, value) -> None:
+def test_gguf_fields_of_another_type_or_value_load_or_are_rejected(scratch, key, value) -> None:
     path = scratch / "odd.gguf"
     path.write_bytes(gguf_bytes({**FIELDS, key: value}))
-    refusal(lambda: load_gguf(path))
+    rejection(lambda: load_gguf(path))
 
 
 @pytest.mark.parametrize("key", FIELDS)
-def test_gguf_fields_that_are_not_there(scratch, key) -> None:
+def test_gguf_files_without_a_field_load_or_are_rejected(scratch, key) -> None:
     path = scratch / "less.gguf"
     path.write_bytes(gguf_bytes({k: v for k, v in FIELDS.items() if k != key}))
-    refusal(lambda: load_gguf(path))
+    rejection(lambda: load_gguf(path))
 
 
 @given(seed=st.integers(0, 2**32), num_bytes=st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
-def test_gguf_with_other_bytes(scratch, seed, num_bytes) -> None:
-    source, raw = random.Random(seed), bytearray(gguf_bytes(FIELDS))
+def test_gguf_files_with_changed_bytes_load_or_are_rejected(scratch, seed, num_bytes) -> None:
+    rng, raw = random.Random(seed), bytearray(gguf_bytes(FIELDS))
     for _ in range(num_bytes):
-        raw[source.randrange(3600)] = source.choice((0, 1, 255, source.randrange(256)))
+        raw[rng.randrange(3600)] = rng.choice((0, 1, 255, rng.randrange(256)))
     path = scratch / "bytes.gguf"
     path.write_bytes(raw)
-    refusal(lambda: load_gguf(path))
+    rejection(lambda: load_gguf(path))
 
 
 # --- folders ---
@@ -326,8 +328,8 @@ def folder(scratch):
     return write_checkpoint(scratch / "model", CONFIG)
 
 
-def opened(path):
-    """All that the front and an engine ask of a folder but the weights."""
+def open_folder(path):
+    """Reads everything except the weights that the front and an engine need from a folder."""
     checkpoint = open_checkpoint(str(path))
     checkpoint.tokenizer().encode("hello")
     return read_spec(checkpoint.config)
@@ -354,12 +356,12 @@ NOT_JSON = [
         *("special_tokens_map.json", "model.safetensors.index.json"),
     ],
 )
-def test_files_that_are_not_what_their_name_says(folder, tmp_path, name, raw) -> None:
+def test_rejects_files_that_are_not_json_objects(folder, tmp_path, name, raw) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).write_bytes(raw)
-    message = refusal(lambda: opened(tmp_path))
+    message = rejection(lambda: open_folder(tmp_path))
     assert message is not None
     assert name in message
 
@@ -371,14 +373,14 @@ def test_files_that_are_not_what_their_name_says(folder, tmp_path, name, raw) ->
         *(["model.safetensors"], {"a": 1}, "..\\x", "x" * 10_000, "~", "model.safetensors/"),
     ],
 )
-def test_an_index_reaches_no_other_folder(folder, tmp_path, file) -> None:
+def test_an_index_cannot_name_files_in_other_folders(folder, tmp_path, file) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
     (tmp_path / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     (inner / "config.json").write_bytes((folder / "config.json").read_bytes())
     index = {"weight_map": {"model.norm.weight": file}}
     (inner / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert refusal(lambda: FolderCheckpoint(inner)) is not None
+    assert rejection(lambda: FolderCheckpoint(inner)) is not None
 
 
 JSON_VALUES = ODD | st.sampled_from(
@@ -389,17 +391,17 @@ JSON_VALUES = ODD | st.sampled_from(
 @pytest.mark.parametrize("key", [*CONFIG, "quantization_config", "rope_scaling", "sliding_window"])
 @given(value=JSON_VALUES)
 @settings(max_examples=8, deadline=None)
-def test_configs_with_odd_values(key, value) -> None:
-    """The values of JSON: what cannot be a model is refused by name, and takes no memory."""
+def test_configs_with_odd_values_are_read_or_rejected(key, value) -> None:
+    """Any JSON value: an impossible model is rejected with a message and takes no memory."""
     config = json.loads(json.dumps({**CONFIG, key: value}, default=str))
-    refusal(lambda: read_spec(config))
+    rejection(lambda: read_spec(config))
 
 
 @pytest.mark.parametrize(
     "key", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"]
 )
-def test_sizes_beyond_the_weights_take_no_memory(scratch, key) -> None:
-    """They are compared with what is in the file before anything is made of them."""
+def test_sizes_larger_than_the_weights_take_no_memory(scratch, key) -> None:
+    """Sizes are compared with the tensors in the file before memory is allocated."""
     path = write_checkpoint(scratch / f"large-{key}", CONFIG)
     large = {**CONFIG, key: 2**40}
     (path / "config.json").write_text(json.dumps(large))
@@ -411,7 +413,7 @@ def test_sizes_beyond_the_weights_take_no_memory(scratch, key) -> None:
             checkpoint, spec, dtype="float32", loop="scan", on_progress=lambda done, total: None
         )
 
-    assert refusal(load) is not None
+    assert rejection(load) is not None
 
 
 TOKENIZER_CONFIGS = [
@@ -422,7 +424,7 @@ TOKENIZER_CONFIGS = [
 
 
 @pytest.mark.parametrize("config", TOKENIZER_CONFIGS)
-def test_odd_tokenizer_configs(folder, tmp_path, config) -> None:
+def test_odd_tokenizer_configs_are_read_or_rejected(folder, tmp_path, config) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
 
@@ -430,18 +432,18 @@ def test_odd_tokenizer_configs(folder, tmp_path, config) -> None:
         template = Tokenizer.from_folder(tmp_path).chat_template
         assert template is None or isinstance(template, str)
 
-    refusal(load)
+    rejection(load)
 
 
-def test_a_template_that_is_no_text(folder, tmp_path) -> None:
+def test_rejects_a_chat_template_that_is_not_utf8(folder, tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe\x80")
-    message = refusal(lambda: Tokenizer.from_folder(tmp_path))
+    message = rejection(lambda: Tokenizer.from_folder(tmp_path))
     assert message is not None
     assert "chat_template.jinja" in message
 
 
-def test_values_are_what_was_written(scratch) -> None:
+def test_tensors_are_read_as_they_were_written(scratch) -> None:
     path = write_checkpoint(scratch / "same", CONFIG)
     arrays = dict(open_checkpoint(str(path)).tensors())
     for name, array in random_tensors(CONFIG).items():

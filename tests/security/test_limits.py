@@ -1,4 +1,4 @@
-"""Work that a request can ask for has a limit, and others are served while it is found out.
+"""The work of a request is limited, and other requests are served while it is checked.
 
 CVE-2026-34756, CVE-2024-8939 (fan-out), CVE-2025-48942..44, CVE-2026-25048, CVE-2026-55574
 (grammars), CVE-2026-105757 (errors that reach the engine), CVE-2025-62426, CVE-2026-115911
@@ -34,7 +34,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 PROMPT = {"prompt": "hello", "max_tokens": 3}
 
 
-def client_of(text_engine, **settings):
+def make_client(text_engine, **settings):
     app = create_app(ServerState(text_engine), ApiSettings(**settings))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://test")
@@ -61,9 +61,9 @@ def client_of(text_engine, **settings):
     ],
     ids=lambda body: str(body)[:60],
 )
-async def test_nothing_fans_out_beyond_its_limit(body) -> None:
+async def test_rejects_requests_that_fan_out_beyond_a_limit(body) -> None:
     text_engine = scripted_text_engine("hello")
-    async with client_of(text_engine) as client:
+    async with make_client(text_engine) as client:
         reply = await client.post("/v1/completions", json=body)
         assert reply.status_code in (400, 429), reply.text
         assert len(reply.content) < 5000
@@ -76,12 +76,12 @@ async def test_nothing_fans_out_beyond_its_limit(body) -> None:
     "field",
     ["tokenize", "messages", "tools", "chat_template", "add_generation_prompt", "documents_", "_x"],
 )
-async def test_variables_for_a_template_override_nothing(field) -> None:
+async def test_template_variables_cannot_override_those_of_the_server(field) -> None:
     text_engine = scripted_text_engine(
         "hello", chat_template="{% for m in messages %}x{% endfor %}"
     )
     body = {"messages": [{"role": "user", "content": "a"}]}
-    async with client_of(text_engine) as client:
+    async with make_client(text_engine) as client:
         expected = (await client.post("/v1/chat/completions", json=body)).json()["usage"]
         more = {"chat_template_kwargs": {field: [1] * 5}}
         reply = await client.post("/v1/chat/completions", json=body | more)
@@ -91,7 +91,7 @@ async def test_variables_for_a_template_override_nothing(field) -> None:
 
 
 def references(depth, width, keyword):
-    """A schema of a few lines that is width ** depth of them when it is written out."""
+    """Returns a short schema that expands to ``width ** depth`` parts."""
     names = [f"d{i}" for i in range(depth + 1)]
     defs = {
         a: {keyword: [{"$ref": f"#/$defs/{b}"}] * width}
@@ -120,7 +120,7 @@ def alternatives(width):
     return {"allOf": parts}
 
 
-MANY_WAYS = "(a|aa)*" * 300 + "$"
+AMBIGUOUS_PATTERN = "(a|aa)*" * 300 + "$"
 PATTERNS = {f"p{i}": {"type": "string", "pattern": f"^{f'(a|a{i}|aa)*' * 300}$"} for i in range(20)}
 SCHEMA = {"type": "object", "properties": PATTERNS}
 
@@ -128,19 +128,19 @@ SCHEMA = {"type": "object", "properties": PATTERNS}
 @pytest.mark.parametrize(
     "field",
     [
-        {"guided_regex": MANY_WAYS},
-        {"structured_outputs": {"regex": MANY_WAYS}},
+        {"guided_regex": AMBIGUOUS_PATTERN},
+        {"structured_outputs": {"regex": AMBIGUOUS_PATTERN}},
         {"guided_json": SCHEMA},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
     ],
     ids=lambda field: next(iter(field)),
 )
-async def test_what_is_too_much_for_the_tokens_of_the_model_is_refused(field, smollm2) -> None:
-    """With few tokens, or with single bytes, all of them could be compiled."""
+async def test_rejects_grammars_that_are_too_expensive_for_the_vocabulary(field, smollm2) -> None:
+    """With a small vocabulary, or with single bytes, all of these grammars compile."""
     text_engine = scripted_text_engine("hello")
     tokenizer = open_checkpoint(str(smollm2)).tokenizer()
     text_engine.grammars = grammar_checks.GrammarChecks(tokenizer, tokenizer.vocab_size)
-    async with client_of(text_engine) as client:
+    async with make_client(text_engine) as client:
         reply = await client.post("/v1/completions", json=PROMPT | field)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == next(iter(field))
@@ -148,7 +148,7 @@ async def test_what_is_too_much_for_the_tokens_of_the_model_is_refused(field, sm
 
 
 WORDS = "\n".join(f"a{i}: W{i} start?\nW{i}: /[a-z ]{{1,{i + 1}}}/" for i in range(800))
-BOMBS = {
+EXPENSIVE_GRAMMARS = {
     "counted": ("guided_regex", "((a{1,100}){1,100}){1,100}"),
     "counted more": ("guided_regex", "((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000}"),
     "letters": ("guided_regex", r"(\\p{L}{1,500}\\p{N}{1,500}){1,500}"),
@@ -188,7 +188,7 @@ BOMBS = {
     ),
     "ebnf": ("guided_grammar", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
 }
-"""Some are too much, some are just odd: none may be a 5xx, nor hold up anybody else."""
+"""Expensive or odd grammars: none may cause an internal error or delay other requests."""
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +200,8 @@ def server(tmp_path_factory):
     server.close()
 
 
-async def test_others_are_served_while_bombs_are_looked_at(server) -> None:
-    """All at once. Nobody else has to wait for as much as one of them."""
+async def test_other_requests_are_served_while_expensive_grammars_are_checked(server) -> None:
+    """All grammars are sent at once, and other requests wait for none of them."""
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
 
         async def send(field, value):
@@ -209,19 +209,23 @@ async def test_others_are_served_while_bombs_are_looked_at(server) -> None:
             return await client.post("/v1/completions", json=body)
 
         assert (await send("guided_regex", "a+")).status_code == 200
-        bombs = [asyncio.create_task(send(*bomb)) for bomb in BOMBS.values()]
+        tasks = [asyncio.create_task(send(*grammar)) for grammar in EXPENSIVE_GRAMMARS.values()]
         served = 0
-        while not all(bomb.done() for bomb in bombs):
+        while not all(task.done() for task in tasks):
             reply = await client.post("/v1/completions", json={"prompt": [7], "max_tokens": 2})
             assert reply.status_code == 200
             served += 1
         assert served > 5
-        for name, bomb in zip(BOMBS, bombs, strict=True):
-            reply = bomb.result()
-            # 500 with the grammar's own words: it could be compiled, and not be followed.
+        for name, task in zip(EXPENSIVE_GRAMMARS, tasks, strict=True):
+            reply = task.result()
+            # A 500 that names the grammar: it compiled, but the engine could not follow it.
             assert reply.status_code in (200, 400, 500), (name, reply.text)
             assert "Internal" not in reply.text, name
-        refused = {n for n, b in zip(BOMBS, bombs, strict=True) if b.result().status_code == 400}
+        refused = {
+            name
+            for name, task in zip(EXPENSIVE_GRAMMARS, tasks, strict=True)
+            if task.result().status_code == 400
+        }
         assert refused >= {"multiple", "multiples", "objects", "deep", "rules", "ebnf"}
         assert (await send("guided_regex", "a+")).status_code == 200
         assert (await client.get("/health")).status_code == 200
@@ -241,7 +245,7 @@ def numbers(text: str) -> list[int]:
     return [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", text)]
 
 
-def test_the_table_says_what_the_code_does() -> None:
+def test_the_table_of_limits_matches_the_code() -> None:
     api, serving, limits = ApiSettings(), ServerSettings(), rows()
     expected = {
         "completions in flight; each of `n` and of a list of prompts counts": [api.max_queue],

@@ -1,4 +1,4 @@
-"""No request can add a line to /metrics, whatever it names; and no secret or text is there."""
+"""Requests cannot add lines to /metrics, and the page shows no secrets and no prompts."""
 
 import re
 
@@ -14,7 +14,7 @@ LABELS = {"model_name", "engine", "le", "finished_reason", "block_size", "num_gp
 
 
 def names_of(page: str) -> set[str]:
-    """Every sample with its labels, without its value."""
+    """Returns every sample with its labels, without its value."""
     return {line.rpartition(" ")[0] for line in page.splitlines() if not line.startswith("#")}
 
 

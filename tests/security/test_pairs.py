@@ -1,7 +1,7 @@
-"""Any two options of a request together: no error of the server, and no other answer changes.
+"""No pair of request options causes a server error or changes another completion.
 
-CVE-2026-44223, PYSEC-2026-2303, CVE-2026-21869: each option worked, and two of them ended the
-engine. The requests here are few, and every two values of two options are together in one of them.
+CVE-2026-44223, PYSEC-2026-2303, CVE-2026-21869: each option worked alone, and two together stopped
+the engine. Few requests here cover every pair of values of two options.
 """
 
 import asyncio
@@ -68,33 +68,33 @@ NEIGHBOUR = {"prompt": [3, 1, 4, 1, 5], "max_tokens": 24, "temperature": 0, "ign
 ABSENT = object()
 
 
-def covering(options: dict[str, list], source: random.Random) -> list[dict]:
-    """Requests that together have every two values of every two options, absence being a value."""
-    values = {name: [ABSENT, *given] for name, given in options.items()}
-    index = {name: range(len(given)) for name, given in values.items()}
-    left = {
+def covering(options: dict[str, list], rng: random.Random) -> list[dict]:
+    """Returns requests that cover every pair of values of two options. Absence is a value."""
+    values = {name: [ABSENT, *listed] for name, listed in options.items()}
+    index = {name: range(len(listed)) for name, listed in values.items()}
+    uncovered = {
         ((a, i), (b, j))
         for a, b in itertools.combinations(values, 2)
         for i in index[a]
         for j in index[b]
     }
     rows = []
-    while left:
-        row = dict(min(left))
+    while uncovered:
+        row = dict(min(uncovered))
         names = [name for name in values if name not in row]
-        for name in source.sample(names, len(names)):
+        for name in rng.sample(names, len(names)):
             gains = [
-                sum(pair(values, name, i, other, j) in left for other, j in row.items())
+                sum(pair(values, name, i, other, j) in uncovered for other, j in row.items())
                 for i in index[name]
             ]
             row[name] = gains.index(max(gains))
-        left -= set(itertools.combinations([(name, row[name]) for name in values], 2))
+        uncovered -= set(itertools.combinations([(name, row[name]) for name in values], 2))
         rows.append({n: values[n][i] for n, i in row.items() if values[n][i] is not ABSENT})
     return rows
 
 
 def pair(values, a, i, b, j):
-    """Two choices in the order of the options."""
+    """Returns two (option, index of its value) pairs in the order of the options."""
     order = list(values)
     return tuple(sorted([(a, i), (b, j)], key=lambda choice: order.index(choice[0])))
 
@@ -124,10 +124,10 @@ def server(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", OPTIONS)
-async def test_no_two_options_break_anything(server, path) -> None:
-    """A request beside each of them, which shares its steps, is answered as it is alone."""
-    source = random.Random(path)
-    rows = covering(OPTIONS[path], source)
+async def test_no_pair_of_options_causes_an_error_or_changes_a_neighbour(server, path) -> None:
+    """A request that shares steps with each pair gets the same completion as alone."""
+    rng = random.Random(path)
+    rows = covering(OPTIONS[path], rng)
     seen = set()
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
 
@@ -136,8 +136,8 @@ async def test_no_two_options_break_anything(server, path) -> None:
             assert reply.status_code == 200, reply.text
             return reply.json()["choices"]
 
-        async def ask(body):
-            """What does not fit together is refused by name; the rest of it must be served."""
+        async def send(body):
+            """Drops the fields that the server rejects until the rest is served."""
             while (reply := await client.post(path, json=body)).status_code == 400:
                 field = reply.json()["error"]["param"]
                 assert field in OPTIONS[path], (body, reply.text)
@@ -150,9 +150,9 @@ async def test_no_two_options_break_anything(server, path) -> None:
         expected = await neighbour()
         for start in range(0, len(rows), 4):
             bodies = [NEEDED[path] | row for row in rows[start : start + 4]]
-            answer, *_ = await asyncio.gather(neighbour(), *map(ask, bodies))
-            assert answer == expected, bodies
+            choices, *_ = await asyncio.gather(neighbour(), *map(send, bodies))
+            assert choices == expected, bodies
     assert len(rows) > 8
     names = OPTIONS[path]
-    assert len(seen) > 0.8 * len(names) * (len(names) - 1) / 2, "most of it was served"
+    assert len(seen) > 0.8 * len(names) * (len(names) - 1) / 2, "few pairs were served"
     assert server.text_engine.num_in_flight == 0

@@ -1,4 +1,4 @@
-"""Between the processes of a server there are only files that nobody else can open."""
+"""The processes of a server communicate through socket files that only their user can open."""
 
 import json
 import os
@@ -15,7 +15,7 @@ LISTEN = "0A"
 
 
 def listening(pids: set[int]) -> list[tuple[str, int]]:
-    """Addresses, as the kernel writes them, and ports at which processes listen over IP."""
+    """Returns the IP addresses, as the kernel writes them, and ports where processes listen."""
     inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -32,13 +32,13 @@ def listening(pids: set[int]) -> list[tuple[str, int]]:
     return found
 
 
-def family_of(pid: int) -> set[int]:
-    """A process and all that it has started."""
+def process_tree(pid: int) -> set[int]:
+    """Returns the IDs of a process and its descendants."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # has ended
+        except OSError:  # the process has ended
             continue
         parents[int(path.parent.name)] = int(fields[1])
     found = {pid}
@@ -47,7 +47,7 @@ def family_of(pid: int) -> set[int]:
     return found
 
 
-def test_one_port_on_this_machine_and_a_private_folder(tmp_path) -> None:
+def test_a_server_listens_on_one_loopback_port_and_in_a_private_folder(tmp_path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -61,11 +61,11 @@ def test_one_port_on_this_machine_and_a_private_folder(tmp_path) -> None:
         stderr=subprocess.DEVNULL,
     ) as process:
         try:
-            until_healthy(process, f"http://127.0.0.1:{port}/health")
-            ask(f"http://127.0.0.1:{port}", {"prompt": "a", "guided_regex": "[a-z]+x"})
-            family = family_of(process.pid)
-            assert len(family) >= 2, "a front and an engine"
-            assert listening(family) == [("0100007F", port)]
+            wait_until_healthy(process, f"http://127.0.0.1:{port}/health")
+            complete(f"http://127.0.0.1:{port}", {"prompt": "a", "guided_regex": "[a-z]+x"})
+            pids = process_tree(process.pid)
+            assert len(pids) >= 2, "a front and an engine"
+            assert listening(pids) == [("0100007F", port)]
             folders = list(tmp_path.glob("jaxserve-*"))
             assert len(folders) == 1
             assert stat.S_IMODE(folders[0].stat().st_mode) == 0o700
@@ -76,11 +76,11 @@ def test_one_port_on_this_machine_and_a_private_folder(tmp_path) -> None:
     assert not list(tmp_path.glob("jaxserve-*"))
 
 
-def until_healthy(process: subprocess.Popen, url: str) -> None:
-    end = time.monotonic() + 120
+def wait_until_healthy(process: subprocess.Popen, url: str) -> None:
+    deadline = time.monotonic() + 120
     while True:
         assert process.poll() is None
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         try:
             with urllib.request.urlopen(url):
                 return
@@ -88,7 +88,7 @@ def until_healthy(process: subprocess.Popen, url: str) -> None:
             time.sleep(0.05)
 
 
-def ask(url: str, body: dict) -> None:
+def complete(url: str, body: dict) -> None:
     data, headers = json.dumps(body).encode(), {"content-type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", data=data, headers=headers)
     with urllib.request.urlopen(request) as reply:

@@ -1,7 +1,7 @@
-"""A token id from outside is below the width of the logits, in every field of every endpoint.
+"""Token IDs in requests must be below the width of the logits, in every field of every endpoint.
 
-In JAX an id beyond it wraps, clamps or is dropped in silence, and would change the answers of
-others: CVE-2026-93840, CVE-2026-93989.
+In JAX a larger ID wraps, clamps or is dropped silently, and would change the completions of other
+requests: CVE-2026-93840, CVE-2026-93989.
 """
 
 import httpx
@@ -31,7 +31,7 @@ PLACES = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """With more logits than tokens, as models have whose embedding is padded."""
+    """A server whose model has more logits than tokens, as with a padded embedding."""
     config = tiny_config()
     folder = write_checkpoint(tmp_path_factory.mktemp("ids") / "model", config)
     sizes = {"dtype": "float32", "num_blocks": 33, "max_num_seqs": 2, "max_num_batched_tokens": 32}
@@ -47,7 +47,7 @@ def http(server):
 
 
 def with_id(value, bad):
-    """A list of ids whose last one is bad, wherever the lists are; or a map of ids."""
+    """Returns nested lists of IDs with ``bad`` as the last ID, or a map with ``bad`` as a key."""
     if value is None:
         return {"9": 1, str(bad): 1}
     if isinstance(value[0], list):
@@ -56,7 +56,7 @@ def with_id(value, bad):
 
 
 @pytest.mark.parametrize(("path", "body", "name", "value"), PLACES)
-def test_ids_beyond_the_logits_are_refused(server, http, path, body, name, value) -> None:
+def test_rejects_ids_beyond_the_logits(server, http, path, body, name, value) -> None:
     width = server.text_engine.model.vocab_size
     expected = http.post("/v1/completions", json=GOOD).json()["choices"]
     for bad in (
@@ -80,13 +80,13 @@ def test_ids_beyond_the_logits_are_refused(server, http, path, body, name, value
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_words_are_ids_below_the_width_too(server, http, path) -> None:
-    """They become ids here, of a tokenizer that has fewer tokens than there are logits."""
+def test_bad_words_become_ids_below_the_width(server, http, path) -> None:
+    """The tokenizer that encodes them has fewer tokens than the model has logits."""
     assert server.text_engine.model.tokenizer.vocab_size < server.text_engine.model.vocab_size
     reply = http.post(path, json={**ENDPOINTS[path], "bad_words": ["hello", "<|im_end|>", "é🔥"]})
     assert reply.status_code == 200, reply.text
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, 2**63, 10**30])
-def test_what_is_only_made_text_of_needs_to_be_an_id(http, bad) -> None:
+def test_detokenize_rejects_ids_out_of_range(http, bad) -> None:
     assert http.post("/detokenize", json={"tokens": [1, bad]}).status_code == 400

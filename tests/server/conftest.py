@@ -19,8 +19,8 @@ def text_engine() -> TextEngine:
 
 
 @pytest.fixture
-def call(text_engine) -> Callable[..., httpx.AsyncClient]:
-    """Makes a client of an application with these settings; by default it is ready to serve."""
+def make_client(text_engine) -> Callable[..., httpx.AsyncClient]:
+    """Makes clients of an application with the given settings, by default ready to serve."""
 
     def make(*, state: ServerState | None = None, **settings: Any) -> httpx.AsyncClient:
         app = create_app(state or ServerState(text_engine), ApiSettings(**settings))

@@ -1,4 +1,4 @@
-"""The application as a client sees it: endpoints, errors, keys, limits."""
+"""The application as a client sees it: endpoints, errors, keys and limits."""
 
 import asyncio
 import json
@@ -32,8 +32,8 @@ def check_error(response, status: int, *, param=None, code=None) -> str:
     return error["message"]
 
 
-async def test_both_endpoints_answer(call) -> None:
-    async with call() as client:
+async def test_completions_and_chat_return_the_generated_text(make_client) -> None:
+    async with make_client() as client:
         reply = (await client.post("/v1/completions", json=PROMPT)).json()
         assert reply["choices"][0]["text"] == "hello world"
         reply = (await client.post("/v1/chat/completions", json=CHAT)).json()
@@ -43,8 +43,8 @@ async def test_both_endpoints_answer(call) -> None:
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)]
 )
-async def test_streams_are_framed_as_events(call, path, body) -> None:
-    async with call() as client:
+async def test_streams_are_server_sent_events(make_client, path, body) -> None:
+    async with make_client() as client:
         response = await client.post(path, json=body | {"stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["cache-control"] == "no-cache"
@@ -54,8 +54,8 @@ async def test_streams_are_framed_as_events(call, path, body) -> None:
     assert len({json.loads(event[6:])["id"] for event in events}) == 1
 
 
-async def test_responses_are_answered_and_framed_as_named_events(call, text_engine) -> None:
-    async with call() as client:
+async def test_responses_reply_and_stream_named_events(make_client, text_engine) -> None:
+    async with make_client() as client:
         reply = (await client.post("/v1/responses", json={"input": "hello"})).json()
         assert reply["output"][0]["content"][0]["text"] == "hello world"
         response = await client.post("/v1/responses", json={"input": "hello", "stream": True})
@@ -104,27 +104,27 @@ async def test_responses_are_answered_and_framed_as_named_events(call, text_engi
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_rejections_are_plain_errors_also_for_streams(
-    call, text_engine, path, body, status, param, code, stream
+async def test_invalid_bodies_get_an_error_even_with_stream(
+    make_client, text_engine, path, body, status, param, code, stream
 ) -> None:
     if isinstance(body, dict) and stream:
         body = body | {"stream": True}
-    async with call() as client:
+    async with make_client() as client:
         check_error(await client.post(path, json=body), status, param=param, code=code)
         assert text_engine.engine.submitted == []
         assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"model":"\xff"}', b"[" * 100_000, b'{"model":NaN}'])
-async def test_bodies_that_are_no_json(call, body) -> None:
-    async with call() as client:
+async def test_rejects_bodies_that_are_not_json(make_client, body) -> None:
+    async with make_client() as client:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
             check_error(await client.post(path, content=body), 400)
 
 
-async def test_content_types(call) -> None:
+async def test_rejects_content_types_other_than_json(make_client) -> None:
     good = json.dumps(PROMPT).encode()
-    async with call(allowed_origins=("http://page",)) as client:
+    async with make_client(allowed_origins=("http://page",)) as client:
 
         async def status(content_type: str | None, **headers: str) -> int:
             if content_type is not None:
@@ -140,20 +140,20 @@ async def test_content_types(call) -> None:
         assert await status("application/x-www-form-urlencoded") == 400
 
 
-async def test_a_large_body_is_refused_whatever_length_it_declares(call) -> None:
+async def test_rejects_large_bodies_with_and_without_a_declared_length(make_client) -> None:
     async def chunks():
         for _ in range(40):
             yield b" " * 65536
 
-    async with call(max_body_mib=1) as client:
+    async with make_client(max_body_mib=1) as client:
         declared = await client.post("/v1/completions", content=b" " * (2 << 20))
         assert "1 MiB" in check_error(declared, 413)
         check_error(await client.post("/v1/completions", content=chunks()), 413)
         assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
 
 
-async def test_unknown_paths_and_methods_say_what_to_do(call) -> None:
-    async with call() as client:
+async def test_errors_for_unknown_paths_and_methods_suggest_a_fix(make_client) -> None:
+    async with make_client() as client:
         for path in ("/chat/completions", "/completions", "/models"):
             assert f"/v1{path}" in check_error(await client.post(path, json={}), 404)
         message = check_error(await client.get("/v1/v1/chat/completions"), 404)
@@ -164,9 +164,9 @@ async def test_unknown_paths_and_methods_say_what_to_do(call) -> None:
         assert "POST" in response.headers["allow"]
 
 
-async def test_models_are_listed_under_every_name(call) -> None:
+async def test_models_lists_every_served_name(make_client) -> None:
     state = ServerState(scripted_text_engine("he", names=("org/a", "b")))
-    async with call(state=state) as client:
+    async with make_client(state=state) as client:
         listed = (await client.get("/v1/models")).json()
         assert listed["object"] == "list"
         assert [card["id"] for card in listed["data"]] == ["org/a", "b"]
@@ -180,8 +180,8 @@ async def test_models_are_listed_under_every_name(call) -> None:
         assert reply.json()["model"] == "b"
 
 
-async def test_texts_can_be_tokenized_and_back(call, text_engine) -> None:
-    async with call() as client:
+async def test_detokenize_reverses_tokenize(make_client, text_engine) -> None:
+    async with make_client() as client:
         for prefix in ("", "/v1"):
             reply = (await client.post(f"{prefix}/tokenize", json=PROMPT)).json()
             ids = text_engine.model.tokenizer.encode("hello")
@@ -199,8 +199,8 @@ async def test_texts_can_be_tokenized_and_back(call, text_engine) -> None:
         assert without.json()["count"] < reply.json()["count"]
 
 
-async def test_small_endpoints(call, text_engine) -> None:
-    async with call() as client:
+async def test_version_probes_and_load_respond(make_client, text_engine) -> None:
+    async with make_client() as client:
         assert (await client.get("/version")).json() == {"version": __version__}
         for method, path in (("GET", "/health"), ("GET", "/live"), ("POST", "/ping")):
             response = await client.request(method, path)
@@ -212,10 +212,12 @@ async def test_small_endpoints(call, text_engine) -> None:
         await deltas.aclose()
 
 
-async def test_until_it_is_ready_only_life_is_confirmed(call, text_engine) -> None:
+async def test_requests_get_a_503_before_the_server_is_ready_and_while_it_drains(
+    make_client, text_engine
+) -> None:
     state = ServerState()
     state.phase = "load weights"
-    async with call(state=state) as client:
+    async with make_client(state=state) as client:
         assert (await client.get("/live")).status_code == 200
         assert (await client.get("/metrics")).status_code == 200
         response = await client.get("/health")
@@ -233,11 +235,11 @@ async def test_until_it_is_ready_only_life_is_confirmed(call, text_engine) -> No
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_dead_engine_is_a_503_and_one_that_dies_breaks_the_stream(
-    call, text_engine, n
+async def test_a_dead_engine_causes_a_503_or_an_error_in_the_stream(
+    make_client, text_engine, n
 ) -> None:
     streamed = PROMPT | {"stream": True, "n": n}
-    async with call() as client:
+    async with make_client() as client:
         text_engine.engine.fail_after = 0
         check_error(await client.post("/v1/completions", json=streamed), 503)
         check_error(await client.post("/v1/completions", json=PROMPT), 503)
@@ -256,21 +258,23 @@ async def test_a_dead_engine_is_a_503_and_one_that_dies_breaks_the_stream(
         check_error(await client.get("/health"), 503)
 
 
-async def test_a_defect_is_a_500_that_tells_nothing(call, text_engine, caplog) -> None:
+async def test_an_unexpected_error_is_a_500_without_details(
+    make_client, text_engine, caplog
+) -> None:
     text_engine.engine.fail_after = 0
     text_engine.engine.error = ValueError("secret")
-    async with call() as client:
+    async with make_client() as client:
         for body in (PROMPT, PROMPT | {"stream": True}):
             message = check_error(await client.post("/v1/completions", json=body), 500)
             assert message == "Internal server error"
     assert "secret" in caplog.text
 
 
-async def test_beyond_the_limit_there_is_a_429_to_retry(call) -> None:
+async def test_a_request_above_the_admission_limit_gets_a_429_with_retry_after(make_client) -> None:
     text_engine = scripted_text_engine("hello", max_in_flight=1)
     held = text_engine.generate(GenerateRequest(prompts=[[1]], params=SamplingParams()))
     await anext(held)
-    async with call(state=ServerState(text_engine)) as client:
+    async with make_client(state=ServerState(text_engine)) as client:
         response = await client.post("/v1/completions", json=PROMPT)
         check_error(response, 429, code="queue_full")
         assert response.headers["retry-after"] == "1"
@@ -282,8 +286,8 @@ PATHS = sorted({route.path.replace("{name:path}", "tiny") for route in ROUTES})
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/nothing", "/health/", "//health"])
-async def test_every_path_but_the_probes_needs_a_key(call, path) -> None:
-    async with call(api_key=("one", "two")) as client:
+async def test_every_path_except_the_probes_needs_a_key(make_client, path) -> None:
+    async with make_client(api_key=("one", "two")) as client:
         wrong = [None, "Bearer three", "Bearer ", "Basic one", "one", "Bearer one two", "Bearer on"]
         for header in wrong:
             headers = {} if header is None else {"authorization": header}
@@ -294,8 +298,8 @@ async def test_every_path_but_the_probes_needs_a_key(call, path) -> None:
             assert response.status_code != 401
 
 
-async def test_a_missing_key_is_an_error_in_the_usual_form(call) -> None:
-    async with call(api_key=("one",)) as client:
+async def test_a_missing_key_returns_a_standard_error(make_client) -> None:
+    async with make_client(api_key=("one",)) as client:
         response = await client.post("/v1/completions", json=PROMPT)
         message = check_error(response, 401, code="invalid_api_key")
         assert "one" not in message.replace("one of", "")
@@ -303,13 +307,13 @@ async def test_a_missing_key_is_an_error_in_the_usual_form(call) -> None:
         assert (await client.get("/v1/models", headers=forged)).status_code == 401
 
 
-async def test_pages_of_allowed_origins_may_call(call, text_engine) -> None:
+async def test_only_allowed_origins_get_cors_headers(make_client, text_engine) -> None:
     preflight = {
         "origin": "http://page",
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type,x-stainless-os",
     }
-    async with call(api_key=("k",), allowed_origins=("http://page",)) as client:
+    async with make_client(api_key=("k",), allowed_origins=("http://page",)) as client:
         response = await client.options("/v1/chat/completions", headers=preflight)
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == "http://page"
@@ -325,13 +329,13 @@ async def test_pages_of_allowed_origins_may_call(call, text_engine) -> None:
         assert response.headers["access-control-allow-origin"] == "http://page"
         other = await client.get("/health", headers={"origin": "http://other"})
         assert "access-control-allow-origin" not in other.headers
-    async with call() as client:
+    async with make_client() as client:
         response = await client.get("/health", headers={"origin": "http://page"})
         assert "access-control-allow-origin" not in response.headers
 
 
-async def test_request_ids_are_echoed_or_made(call) -> None:
-    async with call() as client:
+async def test_request_ids_are_echoed_or_generated(make_client) -> None:
+    async with make_client() as client:
         for path, body in (("/v1/completions", PROMPT), ("/v1/completions", {}), ("/x", {})):
             response = await client.post(path, json=body, headers={"x-request-id": "abc-1"})
             assert response.headers["x-request-id"] == "abc-1"
@@ -349,8 +353,8 @@ async def test_request_ids_are_echoed_or_made(call) -> None:
         assert '"id":"cmpl-abc-1"' in streamed.text
 
 
-async def test_a_request_id_may_be_in_the_body(call) -> None:
-    async with call() as client:
+async def test_the_body_may_contain_the_request_id(make_client) -> None:
+    async with make_client() as client:
         for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
             reply = await client.post(path, json=body | {"request_id": "abc-1"})
             assert reply.headers["x-request-id"] == "abc-1"
@@ -362,43 +366,43 @@ async def test_a_request_id_may_be_in_the_body(call) -> None:
             assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-request-id"])
 
 
-async def test_requests_can_be_ended_by_their_id(call, text_engine) -> None:
+async def test_abort_ends_requests_by_id(make_client, text_engine) -> None:
     text_engine.engine.stall_after = 1
-    async with call() as client:
-        for order in (
+    async with make_client() as client:
+        for selector in (
             {"request_id": "abc"},
             {"request_id": "cmpl-abc"},
             {"abort_all": True},
         ):
-            asked = asyncio.create_task(
+            pending = asyncio.create_task(
                 client.post("/v1/completions", json=PROMPT | {"n": 2, "request_id": "abc"})
             )
             while text_engine.num_in_flight < 2:
                 await asyncio.sleep(0)
             await asyncio.sleep(0.01)
             assert (await client.post("/abort", json={"request_id": "no"})).json() == {"aborted": 0}
-            assert (await client.post("/abort", json=order)).json() == {"aborted": 2}
-            reply = (await asked).json()
+            assert (await client.post("/abort", json=selector)).json() == {"aborted": 2}
+            reply = (await pending).json()
             assert {c["finish_reason"] for c in reply["choices"]} == {"abort"}
             assert {c["text"] for c in reply["choices"]} == {"hello"}
         for bad in ({}, {"request_id": "a", "abort_all": True}):
             check_error(await client.post("/abort", json=bad), 400, param="request_id")
 
 
-async def test_what_is_served_can_be_seen(call, text_engine) -> None:
-    async with call(api_key=("secret",)) as client:
+async def test_server_info_shows_models_and_engines_but_no_key(make_client, text_engine) -> None:
+    async with make_client(api_key=("secret",)) as client:
         assert (await client.get("/server_info")).status_code == 401
         headers = {"authorization": "Bearer secret"}
         reply = await client.get("/server_info", headers=headers)
     assert "secret" not in reply.text
-    facts = reply.json()
-    assert facts["models"] == ["tiny"]
-    assert facts["max_model_len"] == 256
-    assert facts["engines"]["0"]["num_running"] == 0
+    info = reply.json()
+    assert info["models"] == ["tiny"]
+    assert info["max_model_len"] == 256
+    assert info["engines"]["0"]["num_running"] == 0
 
 
-async def test_the_api_is_described(call) -> None:
-    async with call(root_path="/llm") as client:
+async def test_openapi_describes_existing_routes(make_client) -> None:
+    async with make_client(root_path="/llm") as client:
         page = (await client.get("/openapi.json")).json()
         assert page["servers"] == [{"url": "/llm"}]
         paths = {route.path for route in ROUTES}
@@ -407,13 +411,13 @@ async def test_the_api_is_described(call) -> None:
         references = re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(page))
         assert set(references) <= components.keys()
         assert components["CompletionRequest"]["properties"].keys() >= {"prompt", "logit_bias"}
-        for path, ways in page["paths"].items():
-            if "get" in ways:
+        for path, methods in page["paths"].items():
+            if "get" in methods:
                 assert (await client.get(path)).status_code == 200
 
 
-async def test_a_proxy_may_show_the_server_under_a_path(call) -> None:
-    async with call(root_path="/llm", api_key=("k",)) as client:
+async def test_root_path_serves_every_route_under_a_prefix(make_client) -> None:
+    async with make_client(root_path="/llm", api_key=("k",)) as client:
         key = {"authorization": "Bearer k"}
         for path in ("/v1/models", "/llm/v1/models"):
             assert (await client.get(path)).status_code == 401
@@ -425,20 +429,20 @@ async def test_a_proxy_may_show_the_server_under_a_path(call) -> None:
             ApiSettings(root_path=bad)
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(call) -> None:
+async def test_a_stalled_body_times_out(make_client) -> None:
     async def trickle():
         yield b"{"
         await asyncio.Event().wait()
 
-    async with call(body_timeout=0.05) as client:
+    async with make_client(body_timeout=0.05) as client:
         response = await client.post("/v1/completions", content=trickle())
         check_error(response, 408)
         assert response.headers["connection"] == "close"
         assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
 
 
-async def test_two_requests_may_have_the_same_id(call, text_engine) -> None:
-    async with call() as client:
+async def test_two_requests_may_have_the_same_id(make_client, text_engine) -> None:
+    async with make_client() as client:
         replies = await asyncio.gather(
             *(
                 client.post("/v1/completions", json=PROMPT, headers={"x-request-id": "same"})

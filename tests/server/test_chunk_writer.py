@@ -1,4 +1,4 @@
-"""Chunks of a body written by the ASGI extension, and by ASGI messages."""
+"""Chunks of a response body, written through the ASGI extension and as ASGI messages."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ from server.sse import EXTENSION, WriteChunk, chunk_writer
 GET = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
-def streaming(pour: Callable[[WriteChunk], Awaitable[None]]) -> ASGIApp:
-    """Returns an application whose body ``pour`` writes; /messages uses ASGI messages."""
+def streaming(write_body: Callable[[WriteChunk], Awaitable[None]]) -> ASGIApp:
+    """Returns an application whose body ``write_body`` writes; /messages uses ASGI messages."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -24,7 +24,7 @@ def streaming(pour: Callable[[WriteChunk], Awaitable[None]]) -> ASGIApp:
             del scope["extensions"][EXTENSION]
         else:
             assert EXTENSION in scope["extensions"]
-        await pour(chunk_writer(scope, send))
+        await write_body(chunk_writer(scope, send))
         await send({"type": "http.response.body", "body": b"end", "more_body": False})
 
     return app
@@ -32,7 +32,7 @@ def streaming(pour: Callable[[WriteChunk], Awaitable[None]]) -> ASGIApp:
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp) -> AsyncIterator[int]:
-    """Serves an application. Yields the port."""
+    """Serves an application and yields its port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -45,8 +45,8 @@ async def serving(app: ASGIApp) -> AsyncIterator[int]:
             await task
 
 
-async def test_both_ways_look_the_same() -> None:
-    async def pour(write: WriteChunk) -> None:
+async def test_the_extension_and_asgi_messages_send_the_same_bytes() -> None:
+    async def write_body(write: WriteChunk) -> None:
         for size in (1, 15, 16, 17, 300, 70_000):
             await write(bytes([size % 256]) * size)
             await asyncio.sleep(0)
@@ -60,54 +60,54 @@ async def test_both_ways_look_the_same() -> None:
         assert head.startswith(b"HTTP/1.1 200 ")
         return body
 
-    async with asyncio.timeout(20), serving(streaming(pour)) as port:
+    async with asyncio.timeout(20), serving(streaming(write_body)) as port:
         body = await get(b"/")
         assert body == await get(b"/messages")
     assert len(body) > 70_000
     assert body.endswith(b"3\r\nend\r\n0\r\n\r\n")
 
 
-async def test_whoever_does_not_read_is_waited_for() -> None:
+async def test_writing_waits_for_a_client_that_does_not_read() -> None:
     num_bytes = 0
-    is_held_up = asyncio.Event()
+    is_blocked = asyncio.Event()
 
-    async def pour(write: WriteChunk) -> None:
+    async def write_body(write: WriteChunk) -> None:
         nonlocal num_bytes
         for _ in range(64):
             writing = asyncio.ensure_future(write(b"x" * 2**20))
             done, _ = await asyncio.wait({writing}, timeout=0.2)
             if not done:
-                is_held_up.set()
+                is_blocked.set()
             await writing
             num_bytes += 2**20
 
-    async with asyncio.timeout(20), serving(streaming(pour)) as port:
+    async with asyncio.timeout(20), serving(streaming(write_body)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
         writer.write(GET % b"/")
-        await is_held_up.wait()
+        await is_blocked.wait()
         assert num_bytes < 32 * 2**20
         body = await reader.read()
         assert len(body) > 64 * 2**20
         writer.close()
 
 
-async def test_whoever_leaves_is_not_written_to(caplog) -> None:
-    has_left, has_ended = asyncio.Event(), asyncio.Event()
+async def test_writing_after_a_disconnect_has_no_effect(caplog) -> None:
+    has_disconnected, has_finished = asyncio.Event(), asyncio.Event()
 
-    async def pour(write: WriteChunk) -> None:
+    async def write_body(write: WriteChunk) -> None:
         await write(b"first")
-        await has_left.wait()
+        await has_disconnected.wait()
         for _ in range(64):
             await write(b"x" * 2**20)
             await asyncio.sleep(0)
-        has_ended.set()
+        has_finished.set()
 
-    async with asyncio.timeout(20), serving(streaming(pour)) as port:
+    async with asyncio.timeout(20), serving(streaming(write_body)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(GET % b"/")
         await reader.readuntil(b"first")
         writer.close()
         await writer.wait_closed()
-        has_left.set()
-        await has_ended.wait()
+        has_disconnected.set()
+        await has_finished.wait()
     assert not caplog.records

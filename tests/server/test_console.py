@@ -1,4 +1,4 @@
-"""What is printed while the server starts."""
+"""The messages that are printed while the server starts."""
 
 import asyncio
 import io
@@ -20,14 +20,14 @@ class Clock:
         return self.now
 
 
-def make(out: io.StringIO) -> tuple[Console, Clock]:
+def make_console(out: io.StringIO) -> tuple[Console, Clock]:
     clock = Clock()
     return Console(out, clock=clock), clock
 
 
-def test_a_phase_is_a_line_at_its_begin_and_end() -> None:
+def test_a_phase_prints_a_line_at_its_start_and_end() -> None:
     out = io.StringIO()
-    console, _ = make(out)
+    console, _ = make_console(out)
     for done in (0, 1e9, 2e9):
         console.progress(Progress(0, "load weights", done, 3e9, "bytes"))
     console.progress(Progress(0, "load weights", 3e9, 3e9, "bytes", seconds=2.5))
@@ -40,11 +40,11 @@ def test_a_phase_is_a_line_at_its_begin_and_end() -> None:
     assert console.phase == "compile"
 
 
-def test_there_is_a_line_every_few_seconds_whatever_happens() -> None:
+def test_a_line_is_printed_every_few_seconds() -> None:
     out = io.StringIO()
-    console, clock = make(out)
+    console, clock = make_console(out)
     console.say("begin")
-    spoke_at, length = [clock.now], len(out.getvalue())
+    printed_at, length = [clock.now], len(out.getvalue())
     for second in range(60):
         clock.now += 1
         if second in (10, 20, 25):
@@ -53,18 +53,18 @@ def test_there_is_a_line_every_few_seconds_whatever_happens() -> None:
             console.progress(Progress(0, "compile", 30, 30, "programs", seconds=30.0))
         console.tick()
         if len(out.getvalue()) > length:
-            spoke_at.append(clock.now)
+            printed_at.append(clock.now)
             length = len(out.getvalue())
-    assert max(b - a for a, b in itertools.pairwise(spoke_at)) <= 5
+    assert max(b - a for a, b in itertools.pairwise(printed_at)) <= 5
     assert "  waiting for 8 s, after: starting\n" in out.getvalue()
     assert "  compile: 20 of 30 programs, 12 s (decode)\n" in out.getvalue()
     assert "  waiting for 16 s, after: compile\n" in out.getvalue()
 
 
-def test_two_engines_side_by_side_do_not_drown_each_other() -> None:
+def test_two_engines_in_the_same_phase_both_print_progress() -> None:
     out = io.StringIO()
-    console, clock = make(out)
-    spoke_at, length = [clock.now], 0
+    console, clock = make_console(out)
+    printed_at, length = [clock.now], 0
     for phase in ("load weights", "compile"):
         for step in range(100):
             clock.now += 0.1
@@ -73,7 +73,7 @@ def test_two_engines_side_by_side_do_not_drown_each_other() -> None:
             if step % 10 == 9:
                 console.tick()
             if len(out.getvalue()) > length:
-                spoke_at.append(clock.now)
+                printed_at.append(clock.now)
                 length = len(out.getvalue())
         for engine in (1, 0):
             console.progress(Progress(engine, phase, 10, 10, "programs", seconds=10.0))
@@ -86,12 +86,12 @@ def test_two_engines_side_by_side_do_not_drown_each_other() -> None:
             f"  {name}: 7 of 10 programs, 8 s",
             f"  {name}: 10 of 10 programs, done in 10.0 s",
         ]
-    assert max(b - a for a, b in itertools.pairwise(spoke_at)) <= 5
+    assert max(b - a for a, b in itertools.pairwise(printed_at)) <= 5
 
 
-def test_an_engine_that_is_done_leaves_the_word_to_the_other() -> None:
+def test_an_engine_prints_progress_after_the_other_is_done() -> None:
     out = io.StringIO()
-    console, clock = make(out)
+    console, clock = make_console(out)
     for engine in (0, 1):
         console.progress(Progress(engine, "compile", 1, 8, "programs"))
     console.progress(Progress(0, "compile", 8, 8, "programs", seconds=1.0))
@@ -100,9 +100,9 @@ def test_an_engine_that_is_done_leaves_the_word_to_the_other() -> None:
     assert out.getvalue().splitlines()[3:] == ["  engine 1: compile: 1 of 8 programs, 6 s"]
 
 
-def test_the_bar_stays_with_the_first_engine_and_counts_the_others() -> None:
+def test_the_bar_shows_the_first_engine_and_counts_the_others() -> None:
     out = Terminal()
-    console, _ = make(out)
+    console, _ = make_console(out)
     console.progress(Progress(0, "compile", 2, 8, "programs"))
     console.progress(Progress(1, "compile", 4, 8, "programs"))
     assert out.getvalue().endswith("compile: 2 of 8 programs, 0 s, and 1 more engine")
@@ -111,18 +111,18 @@ def test_the_bar_stays_with_the_first_engine_and_counts_the_others() -> None:
     assert out.getvalue().endswith("engine 1: compile: 4 of 8 programs, 0 s")
 
 
-def test_the_rest_is_estimated_of_what_goes_evenly() -> None:
+def test_the_bar_estimates_the_time_left_to_load_weights() -> None:
     out = Terminal()
-    console, clock = make(out)
+    console, clock = make_console(out)
     console.progress(Progress(0, "load weights", 0, 4e9, "bytes"))
     clock.now += 3
     console.progress(Progress(0, "load weights", 1e9, 4e9, "bytes"))
     assert out.getvalue().endswith("load weights: 0.9 of 3.7 GiB, 3 s, about 9 s left")
 
 
-async def test_silence_is_broken_in_the_background() -> None:
+async def test_progress_is_printed_in_the_background() -> None:
     out = io.StringIO()
-    console, clock = make(out)
+    console, clock = make_console(out)
     with console.talking():
         clock.now += 10
         async with asyncio.timeout(30):
@@ -130,9 +130,9 @@ async def test_silence_is_broken_in_the_background() -> None:
                 await asyncio.sleep(0.05)
 
 
-def test_on_a_terminal_a_bar_is_drawn_over_and_then_replaced() -> None:
+def test_a_terminal_redraws_the_bar_and_finally_replaces_it() -> None:
     out = Terminal()
-    console, clock = make(out)
+    console, clock = make_console(out)
     console.progress(Progress(0, "compile", 2, 8, "programs"))
     clock.now += 3
     console.tick()
@@ -144,16 +144,18 @@ def test_on_a_terminal_a_bar_is_drawn_over_and_then_replaced() -> None:
     assert text.count("\n") == 1
 
 
-def test_decisions_are_a_table_with_reasons() -> None:
+def test_decisions_are_printed_as_a_table_with_reasons() -> None:
     out = io.StringIO()
-    make(out)[0].decisions([("dtype", "float32", "no bf16"), ("context", "8192", "as asked")])
+    make_console(out)[0].decisions(
+        [("dtype", "float32", "no bf16"), ("context", "8192", "as asked")]
+    )
     assert out.getvalue() == "  dtype    float32  (no bf16)\n  context  8192  (as asked)\n"
 
 
-def test_the_last_words_are_a_command_to_paste() -> None:
+def test_ready_prints_a_command_to_paste() -> None:
     for is_chat, needs_key in itertools.product((False, True), repeat=2):
         out = io.StringIO()
-        make(out)[0].ready(
+        make_console(out)[0].ready(
             url="http://h:1/v1", model="it's", context=64, is_chat=is_chat, needs_key=needs_key
         )
         text = out.getvalue()

@@ -1,4 +1,4 @@
-"""Values that are nested as deeply as they can be break nothing, wherever they stand."""
+"""Deeply nested values in any field of a request never cause a server error."""
 
 import json
 
@@ -10,15 +10,15 @@ from server.state import ServerState
 TEMPLATE = (
     "{# <tool_call> #}{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
 )
-SAID = '"messages":[{"role":"user","content":"hi"}]'
+MESSAGES = '"messages":[{"role":"user","content":"hi"}]'
 
-# What is sent where; the value takes the place of the @.
+# The path and the body of a request, by the place of the nested value, which replaces the @.
 BODIES = {
-    "response_format": ("/v1/chat/completions", "{" + SAID + ',"response_format":@}'),
+    "response_format": ("/v1/chat/completions", "{" + MESSAGES + ',"response_format":@}'),
     "schema": (
         "/v1/chat/completions",
         "{"
-        + SAID
+        + MESSAGES
         + ',"response_format":{"type":"json_schema","json_schema":{"schema":{"not":@}}}}',
     ),
     "guided_json": ("/v1/completions", '{"prompt":"a","guided_json":@}'),
@@ -26,16 +26,16 @@ BODIES = {
     "prompt": ("/v1/completions", '{"prompt":[@]}'),
     "tool_choice": (
         "/v1/chat/completions",
-        "{" + SAID + ',"tools":[{"function":{"name":"f"}}],"tool_choice":@}',
+        "{" + MESSAGES + ',"tools":[{"function":{"name":"f"}}],"tool_choice":@}',
     ),
     "tools": (
         "/v1/chat/completions",
-        "{" + SAID + ',"tools":[{"function":{"name":"f","parameters":@}}]}',
+        "{" + MESSAGES + ',"tools":[{"function":{"name":"f","parameters":@}}]}',
     ),
     "required": (
         "/v1/chat/completions",
         "{"
-        + SAID
+        + MESSAGES
         + ',"tools":[{"function":{"name":"f","parameters":@}}],"tool_choice":"required"}',
     ),
     "message": ("/v1/chat/completions", '{"messages":[{"role":"user","content":"a","x":@}]}'),
@@ -45,7 +45,7 @@ BODIES = {
         '{"messages":[{"role":"assistant","tool_calls":'
         '[{"function":{"name":"f","arguments":"@"}}]}]}',
     ),
-    "template": ("/v1/chat/completions", "{" + SAID + ',"chat_template_kwargs":{"x":@}}'),
+    "template": ("/v1/chat/completions", "{" + MESSAGES + ',"chat_template_kwargs":{"x":@}}'),
     "input": ("/v1/responses", '{"input":[@]}'),
     "metadata": ("/v1/responses", '{"input":"a","metadata":{"x":@}}'),
     "responses tools": (
@@ -57,10 +57,10 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_no_value_is_too_deep(call, name) -> None:
+async def test_deeply_nested_values_cause_no_server_error(make_client, name) -> None:
     path, body = BODIES[name]
     state = ServerState(scripted_text_engine("hello", chat_template=TEMPLATE))
-    async with call(state=state) as client:
+    async with make_client(state=state) as client:
         for depth in (500, 900, 960, 975, 985, 990, 995, 5000):
             value = '{"a":' * depth + "1" + "}" * depth
             if '"@"' in body:

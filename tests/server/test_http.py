@@ -1,5 +1,4 @@
-"""What is not as it should be on a connection: heads without end, rests of requests that nobody
-wants, what is not HTTP, offers of other protocols, and clients that do not read."""
+"""Bad connections: endless heads, unread bodies, invalid HTTP, upgrades, stalled readers."""
 
 import asyncio
 import contextlib
@@ -20,7 +19,7 @@ from server.http import MAX_HEAD_BYTES, PIECE_BYTES, HttpProtocol, HttpServer
 
 @contextlib.asynccontextmanager
 async def serving(keep_alive_s: float, app: ASGIApp | None = None) -> AsyncIterator[int]:
-    """Serves an empty reply to everything, or an application; gives the port."""
+    """Serves an application, by default one with empty replies, and yields its port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -43,7 +42,7 @@ async def serving(keep_alive_s: float, app: ASGIApp | None = None) -> AsyncItera
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET / HTTP/1.1\r\nhost: x\r\n"])
-async def test_a_head_that_does_not_come_closes_the_connection(begin) -> None:
+async def test_an_incomplete_head_closes_the_connection(begin) -> None:
     async with serving(keep_alive_s=0.1) as port, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(begin)
@@ -52,7 +51,7 @@ async def test_a_head_that_does_not_come_closes_the_connection(begin) -> None:
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the body of the request."""
+    """Replies with the body of the request."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -63,13 +62,16 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def head_of(num_bytes: int, first: bytes = b"GET / HTTP/1.1\r\n") -> bytes:
-    """A whole head of so many bytes."""
+    """Returns a complete head of ``num_bytes`` bytes."""
     start, end = first + b"x: ", b"\r\n\r\n"
     return start + b"y" * (num_bytes - len(start) - len(end)) + end
 
 
 async def exchange(port: int, *parts: bytes) -> bytes:
-    """What a server says until it closes. Each part is in its socket before it can read."""
+    """Sends ``parts`` and returns all that the server sends until it closes the connection.
+
+    Each part is in the socket of the server before the server can read.
+    """
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setblocking(False)
         for part in parts:
@@ -87,7 +89,7 @@ def statuses(replies: bytes) -> list[int]:
 
 
 def error_in(reply: bytes) -> dict[str, object]:
-    """The error of the last reply."""
+    """Returns the error in the last reply."""
     head, _, body = reply.rpartition(b"\r\n\r\n")
     assert b"content-type: application/json" in head
     assert b"connection: close" in head
@@ -99,7 +101,7 @@ def error_in(reply: bytes) -> dict[str, object]:
 @pytest.mark.parametrize(
     "begin", [b"GET / HTTP/1.1\r\n", b"GET /" + b"z" * 40_000 + b" HTTP/1.1\r\n"]
 )
-async def test_a_head_has_a_limit_however_it_comes(begin, step) -> None:
+async def test_the_size_of_a_head_is_limited(begin, step) -> None:
     async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
         for size, status in ((MAX_HEAD_BYTES, 200), (MAX_HEAD_BYTES + 1, 431)):
             head = head_of(size, begin + b"connection: close\r\n")
@@ -112,19 +114,19 @@ async def test_a_head_has_a_limit_however_it_comes(begin, step) -> None:
 
 
 @pytest.mark.parametrize("padding", [b"x: " + b" " * 70_000 + b"y", b"x: y\r\n" * 12_000])
-async def test_a_head_has_a_limit_whatever_it_is_made_of(padding) -> None:
+async def test_spaces_and_short_headers_count_towards_the_size_of_a_head(padding) -> None:
     async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
         reply = await exchange(port, b"GET / HTTP/1.1\r\n" + padding + b"\r\n\r\n")
         assert statuses(reply) == [431]
         assert statuses(await exchange(port, b"GET / HTTP/1.1\r\n" + padding)) == [431]
 
 
-async def test_a_head_after_another_request_has_a_limit() -> None:
+async def test_the_head_of_a_second_request_is_limited() -> None:
     before = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\nbody"
     async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
-        for size, answered in ((MAX_HEAD_BYTES, 2), (MAX_HEAD_BYTES + PIECE_BYTES, 1)):
+        for size, num_replies in ((MAX_HEAD_BYTES, 2), (MAX_HEAD_BYTES + PIECE_BYTES, 1)):
             head = head_of(size, b"GET / HTTP/1.1\r\nconnection: close\r\n")
-            assert statuses(await exchange(port, before + head)) == [200] * answered
+            assert statuses(await exchange(port, before + head)) == [200] * num_replies
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for size, status in ((MAX_HEAD_BYTES, b"200"), (MAX_HEAD_BYTES + 1, b"431")):
             writer.write(before)
@@ -138,7 +140,7 @@ CHUNKED = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize("rest", [b"0\r\n" + b"a: b\r\n" * 20_000, b"5;" + b"x" * 100_000])
-async def test_what_comes_between_parts_of_a_body_has_a_limit(rest) -> None:
+async def test_chunk_extensions_and_trailers_are_limited(rest) -> None:
     ends: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,7 +153,7 @@ async def test_what_comes_between_parts_of_a_body_has_a_limit(rest) -> None:
     assert ends == ["http.disconnect"]
 
 
-async def test_the_parts_of_a_body_may_be_many() -> None:
+async def test_a_body_may_have_many_chunks() -> None:
     parts = b"1\r\nx\r\n" * 20_000 + b"0\r\na: b\r\n\r\n"
     async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -161,21 +163,22 @@ async def test_the_parts_of_a_body_may_be_many() -> None:
         writer.close()
 
 
-MANY = 30_000_000
+BODY_BYTES = 30_000_000
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("closes", [False, True])
-async def test_an_answer_before_the_end_of_a_body_is_read(closes, is_chunked) -> None:
-    """By a client that sends all before it reads."""
+async def test_a_client_that_reads_after_sending_its_body_gets_an_early_reply(
+    closes, is_chunked
+) -> None:
     headers = {"connection": "close"} if closes else {}
     app = Response(b"no", 413, headers)
 
-    def talk(port: int) -> list[tuple[int, bytes]]:
+    def post_twice(port: int) -> list[tuple[int, bytes]]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
         replies = []
         for _ in range(2):
-            body = [b" " * 100_000] * (MANY // 100_000) if is_chunked else b" " * MANY
+            body = [b" " * 100_000] * (BODY_BYTES // 100_000) if is_chunked else b" " * BODY_BYTES
             connection.request("POST", "/", body, encode_chunked=is_chunked)
             reply = connection.getresponse()
             replies.append((reply.status, reply.read()))
@@ -183,7 +186,7 @@ async def test_an_answer_before_the_end_of_a_body_is_read(closes, is_chunked) ->
         return replies
 
     async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(60):
-        assert await asyncio.to_thread(talk, port) == [(413, b"no")] * 2
+        assert await asyncio.to_thread(post_twice, port) == [(413, b"no")] * 2
 
 
 async def write_forever(writer: asyncio.StreamWriter, data: bytes) -> None:
@@ -194,7 +197,7 @@ async def write_forever(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-async def test_the_rest_of_a_request_has_a_limit(closes, monkeypatch) -> None:
+async def test_the_unread_rest_of_a_request_has_a_size_limit(closes, monkeypatch) -> None:
     monkeypatch.setattr(server.http, "MAX_UNREAD_BYTES", 100_000)
     app = Response(headers={"connection": "close"} if closes else {})
     async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(20):
@@ -207,7 +210,7 @@ async def test_the_rest_of_a_request_has_a_limit(closes, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-async def test_the_rest_of_a_request_has_little_time(closes, monkeypatch) -> None:
+async def test_the_unread_rest_of_a_request_has_a_time_limit(closes, monkeypatch) -> None:
     monkeypatch.setattr(server.http, "UNREAD_TIMEOUT_S", 0.1)
     app = Response(headers={"connection": "close"} if closes else {})
     async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(20):
@@ -228,7 +231,7 @@ async def test_the_rest_of_a_request_has_little_time(closes, monkeypatch) -> Non
         CHUNKED + b"zz\r\n",
     ],
 )
-async def test_what_is_not_http_is_answered_like_other_errors(begin, caplog) -> None:
+async def test_invalid_http_gets_a_standard_error(begin, caplog) -> None:
     async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
         reply = await exchange(port, begin, b"and more\r\n" * 5000)
         assert statuses(reply) == [400]
@@ -238,7 +241,7 @@ async def test_what_is_not_http_is_answered_like_other_errors(begin, caplog) -> 
     assert not caplog.records
 
 
-async def test_requests_before_what_is_not_http_are_answered() -> None:
+async def test_requests_before_invalid_http_get_replies() -> None:
     good = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n"
     async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
         reply = await exchange(port, good + b"one!" + good + b"two!" + b"%" * 200_000)
@@ -250,9 +253,9 @@ WEBSOCKET = b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version
 H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMA\r\n"
 
 
-@pytest.mark.parametrize("offer", [WEBSOCKET, H2C])
-async def test_offers_of_another_protocol_are_ignored(offer, caplog) -> None:
-    post = b"POST / HTTP/1.1\r\nhost: x\r\n" + offer
+@pytest.mark.parametrize("upgrade", [WEBSOCKET, H2C])
+async def test_upgrades_to_another_protocol_are_ignored(upgrade, caplog) -> None:
+    post = b"POST / HTTP/1.1\r\nhost: x\r\n" + upgrade
     requests = [
         post + b"content-length: 4\r\n\r\nbody",
         post + b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n",
@@ -275,7 +278,7 @@ async def test_offers_of_another_protocol_are_ignored(offer, caplog) -> None:
     assert not caplog.records
 
 
-async def test_line_breaks_do_not_keep_a_connection() -> None:
+async def test_line_breaks_do_not_keep_a_connection_alive() -> None:
     async with serving(keep_alive_s=0.2) as port, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -294,19 +297,19 @@ async def test_a_connection_serves_more_than_one_request() -> None:
         writer.close()
 
 
-async def test_a_client_that_does_not_read_is_cut_off_at_the_end(caplog) -> None:
+async def test_shutdown_disconnects_a_client_that_does_not_read(caplog) -> None:
     ends: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        async def pour() -> None:
+        async def stream() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             while True:
                 await send({"type": "http.response.body", "body": b"x" * 2**20, "more_body": True})
 
         await receive()
-        pouring = asyncio.create_task(pour())
+        streaming = asyncio.create_task(stream())
         ends.append((await receive())["type"])
-        pouring.cancel()
+        streaming.cancel()
 
     async with asyncio.timeout(20), serving(keep_alive_s=60, app=app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -1,4 +1,4 @@
-"""The page for Prometheus."""
+"""The metrics page for Prometheus."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -11,7 +11,7 @@ PROMPT = {"prompt": [1] * 20, "max_tokens": 2}
 
 
 def parse(page: str) -> dict[str, dict[tuple, float]]:
-    """Sample name to its labels (without those that all have) to its value."""
+    """Returns the values of the samples by name and by the labels that are not common to all."""
     found: dict[str, dict[tuple, float]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -20,13 +20,13 @@ def parse(page: str) -> dict[str, dict[tuple, float]]:
             assert labels.pop("engine") == "0"
             key = tuple(sorted(labels.items()))
             values = found.setdefault(sample.name, {})
-            assert key not in values, "a sample is there twice"
+            assert key not in values, "a sample appears twice"
             values[key] = sample.value
     return found
 
 
-async def test_requests_are_on_the_page(call, text_engine) -> None:
-    async with call() as client:
+async def test_the_page_counts_requests_and_tokens(make_client, text_engine) -> None:
+    async with make_client() as client:
         for _ in range(3):
             await client.post("/v1/completions", json=PROMPT)
         await client.post("/v1/completions", json=PROMPT | {"n": 0})
@@ -45,12 +45,12 @@ async def test_requests_are_on_the_page(call, text_engine) -> None:
     assert page["vllm:num_requests_running"][()] == 0
 
 
-async def test_nothing_is_exported_about_the_prefix_cache_that_is_not_built(call) -> None:
-    async with call() as client:
+async def test_the_page_has_no_metrics_of_a_prefix_cache(make_client) -> None:
+    async with make_client() as client:
         page = parse((await client.get("/metrics")).text)
-        facts = (await client.get("/server_info")).json()
+        info = (await client.get("/server_info")).json()
     assert not [name for name in page if "prefix_cache" in name or "tokens_cached" in name]
-    assert not [name for name in facts["engines"]["0"] if name.startswith("prefix_")]
+    assert not [name for name in info["engines"]["0"] if name.startswith("prefix_")]
 
 
 def bounds(page: dict[str, dict[tuple, float]], name: str) -> list[float]:
@@ -84,7 +84,7 @@ def test_steps_are_counted_once_and_heartbeats_are_not() -> None:
     assert bounds(page, "iteration_tokens_total") == [1, *(2**i for i in range(3, 15))]
 
 
-def test_several_engines_have_their_own_numbers(monkeypatch) -> None:
+def test_each_engine_has_its_own_samples(monkeypatch) -> None:
     text_engine = scripted_text_engine("he", names=('a"\\b',))
     stats = {0: StepStats(num_running=2), 1: StepStats(num_running=5, total_preemptions=7)}
     monkeypatch.setattr(type(text_engine.engine), "stats", stats)

@@ -1,4 +1,4 @@
-"""The real program, with fake engines, talked to over sockets by the real client library."""
+"""The server process with fake engines, called by the real client library."""
 
 import asyncio
 import contextlib
@@ -35,11 +35,11 @@ def build(config, engine, on_progress):
 
 
 class Server:
-    """A server process and what it prints."""
+    """A server process and its output."""
 
     def __init__(self, *args: str, cwd: Path, factory: str = FAKE) -> None:
         self.lines: list[str] = []
-        self._news = threading.Condition()
+        self._line_added = threading.Condition()
         environment = os.environ | {"PYTHONPATH": f"{ROOT}:{cwd}"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "server", *args, "--port", "0", "--engine-factory", factory],
@@ -54,31 +54,33 @@ class Server:
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            with self._news:
+            with self._line_added:
                 self.lines.append(line.rstrip("\n"))
-                self._news.notify_all()
-        with self._news:
+                self._line_added.notify_all()
+        with self._line_added:
             self.lines.append("")
-            self._news.notify_all()
+            self._line_added.notify_all()
 
     @property
     def output(self) -> str:
         return "\n".join(self.lines)
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Waits until a line matches."""
+        """Waits until a line of the output matches, and returns the match."""
 
-        def found() -> re.Match[str] | None:
+        def first_match() -> re.Match[str] | None:
             return next(filter(None, (re.search(pattern, line) for line in self.lines)), None)
 
-        with self._news:
-            self._news.wait_for(lambda: found() or self.process.poll() is not None, TIMEOUT_S)
-            match = found()
+        with self._line_added:
+            self._line_added.wait_for(
+                lambda: first_match() or self.process.poll() is not None, TIMEOUT_S
+            )
+            match = first_match()
         assert match is not None, f"no line like {pattern!r} in:\n{self.output}"
         return match
 
     def wait_ready(self) -> str:
-        """Waits until it serves. Returns its URL."""
+        """Waits until the server is healthy, and returns its URL."""
         url = self.wait_for(r"URL +(http://\S+)/v1")[1]
         assert httpx.get(f"{url}/health").status_code == 200
         return url
@@ -107,7 +109,7 @@ def running(*args: str, **options) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, make_front_checkpoint: Callable[..., Path]) -> Path:
-    """A folder in which the fake model's name is a checkpoint for the tokenizer."""
+    """A folder with a checkpoint, for the tokenizer, under the name of the fake model."""
     folder = tmp_path_factory.mktemp("server")
     make_front_checkpoint(folder / MODEL)
     return folder
@@ -115,7 +117,7 @@ def folder(tmp_path_factory, make_front_checkpoint: Callable[..., Path]) -> Path
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    """A running server with the key "k"."""
+    """The URL of a running server with the API key "k"."""
     with running(MODEL, "--served-model-name", "tiny", "--api-key", "k", cwd=folder) as server:
         yield server.wait_ready()
 
@@ -133,7 +135,7 @@ CHAT = {
 }
 
 
-def test_chats_of_the_real_client(client: openai.OpenAI) -> None:
+def test_the_real_client_reads_whole_and_streamed_chats(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
     whole = client.chat.completions.create(**CHAT, max_completion_tokens=30, temperature=0)
@@ -163,7 +165,7 @@ def test_chats_of_the_real_client(client: openai.OpenAI) -> None:
     assert all(len(entry.top_logprobs) == 2 for entry in logprobs)
 
 
-def test_several_answers_and_prompts(client: openai.OpenAI) -> None:
+def test_n_and_several_prompts_return_several_choices(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(**CHAT, max_tokens=5, n=3, seed=1)
     assert [choice.index for choice in chat.choices] == [0, 1, 2]
     batch = client.completions.create(
@@ -176,7 +178,7 @@ def test_several_answers_and_prompts(client: openai.OpenAI) -> None:
     assert len(batch.choices[0].logprobs.tokens or []) == 5
 
 
-def test_errors_of_the_real_client(client: openai.OpenAI) -> None:
+def test_the_real_client_raises_typed_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**CHAT, max_tokens=5000)
     assert caught.value.code == "context_length_exceeded"
@@ -186,23 +188,23 @@ def test_errors_of_the_real_client(client: openai.OpenAI) -> None:
     assert caught.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**CHAT | {"model": "other"})
-    stranger = client.with_options(api_key="wrong")
+    unauthorized = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
-        stranger.models.list()
+        unauthorized.models.list()
     assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices
 
 
-async def test_many_streams_at_once(url: str) -> None:
+async def test_many_concurrent_streams_get_their_own_text(url: str) -> None:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
 
-        async def one(i: int) -> tuple[str, str]:
+        async def compare(i: int) -> tuple[str, str]:
             body = {"model": "tiny", "prompt": f"prompt {i}", "max_tokens": 20, "temperature": 0}
             stream = await client.completions.create(**body, stream=True)
             text = "".join([c.choices[0].text async for c in stream])
             whole = await client.completions.create(**body)
             return text, whole.choices[0].text
 
-        pairs = await asyncio.gather(*(one(i) for i in range(40)))
+        pairs = await asyncio.gather(*(compare(i) for i in range(40)))
     assert all(streamed == whole for streamed, whole in pairs)
     assert len({whole for _, whole in pairs}) == 40
 
@@ -219,7 +221,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_client_that_leaves_frees_the_engine(client: openai.OpenAI, url: str) -> None:
+def test_a_client_that_disconnects_frees_the_engine(client: openai.OpenAI, url: str) -> None:
     endless = {"max_tokens": 900, "n": 2}
     stream = client.chat.completions.create(**CHAT, **endless, stream=True)
     next(stream)
@@ -231,7 +233,7 @@ def test_a_client_that_leaves_frees_the_engine(client: openai.OpenAI, url: str) 
     assert metric(url, "kv_cache_usage_perc") == 0
 
 
-def test_the_head_of_a_request_has_a_limit(url: str) -> None:
+def test_the_head_of_a_request_is_limited(url: str) -> None:
     port = int(url.rpartition(":")[2])
     endless = b"GET /health HTTP/1.1\r\n" + b"x-request-id: " + b"x" * 2_000_000
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -243,9 +245,9 @@ def test_the_head_of_a_request_has_a_limit(url: str) -> None:
     assert httpx.get(f"{url}/health", headers=large).status_code == 200
 
 
-def test_a_port_in_use_is_found_before_anything_is_loaded(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = str(occupied.getsockname()[1])
         result = subprocess.run(
             [sys.executable, "-m", "server", "/no/such/model", "--port", port],
             cwd=ROOT,
@@ -268,7 +270,7 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(folder: Path) -> None:
         ([MODEL, "--max-queue", "0"], "--max-queue"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line_and_no_traceback(folder, args, words) -> None:
+def test_user_errors_are_one_line_without_a_traceback(folder, args, words) -> None:
     with running(*args, cwd=folder) as server:
         assert server.wait() == 1
     errors = [line for line in server.lines if line.startswith("error: ")]
@@ -277,7 +279,7 @@ def test_what_a_user_can_mend_is_one_line_and_no_traceback(folder, args, words) 
     assert "Traceback" not in server.output
 
 
-def test_a_signal_lets_requests_finish_and_then_ends_everything(folder: Path) -> None:
+def test_a_signal_lets_requests_finish_and_then_ends_all_processes(folder: Path) -> None:
     with running(MODEL, "--shutdown-timeout", "50", cwd=folder) as server:
         url = server.wait_ready()
         children = server.children()
@@ -299,7 +301,7 @@ def test_a_signal_lets_requests_finish_and_then_ends_everything(folder: Path) ->
         assert not any(child.is_running() for child in children)
 
 
-def test_requests_that_take_too_long_are_aborted_and_a_second_signal_hurries(folder: Path) -> None:
+def test_a_timeout_or_a_second_signal_aborts_running_requests(folder: Path) -> None:
     for timeout, signals in (("0.2", 1), ("50", 2)):
         with running(MODEL, "--shutdown-timeout", timeout, cwd=folder) as server:
             url = server.wait_ready()
@@ -316,12 +318,14 @@ def test_requests_that_take_too_long_are_aborted_and_a_second_signal_hurries(fol
             assert server.wait() == 0
 
 
-def test_while_it_starts_it_says_so_and_can_be_stopped(folder: Path, tmp_path: Path) -> None:
+def test_a_starting_server_reports_progress_and_can_be_stopped(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "slow_factory.py").write_text(SLOW_FACTORY)
     (tmp_path / MODEL).symlink_to(folder / MODEL)
     with running(MODEL, cwd=tmp_path, factory="slow_factory:build") as server:
         server.wait_for("compile")
-        # Whoever waits is told what for, and that it goes on.
+        # The running phase is printed again every few seconds.
         server.wait_for(r"compile: 1 of 8 programs, [4-9] s")
         (port,) = {
             c.laddr.port

@@ -1,4 +1,4 @@
-"""Settings that are impossible are found before a model is loaded."""
+"""Invalid settings are rejected before a model is loaded."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from server.settings import ApiSettings, ServerSettings
         ("default_chat_template_kwargs", '{"messages": []}'),
     ],
 )
-def test_server_settings(field, value) -> None:
+def test_rejects_invalid_server_settings(field, value) -> None:
     with pytest.raises(ConfigError):
         ServerSettings(**{field: value})
 
@@ -25,12 +25,12 @@ def test_server_settings(field, value) -> None:
     ("field", "value"),
     [("max_queue", 0), ("max_body_mib", 0), ("body_timeout", 0), ("api_key", ("",))],
 )
-def test_api_settings(field, value) -> None:
+def test_rejects_invalid_api_settings(field, value) -> None:
     with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
         ApiSettings(**{field: value})
 
 
-def test_variables_for_the_template_are_read() -> None:
+def test_template_variables_are_parsed() -> None:
     settings = ServerSettings(default_chat_template_kwargs='{"enable_thinking": false}')
     assert settings.template_variables == {"enable_thinking": False}
     assert ServerSettings().template_variables == {}

@@ -1,4 +1,4 @@
-"""Clients that go away: what runs for them is given up at once."""
+"""A client that disconnects ends its requests at once."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ Message = dict[str, Any]
 
 
 class Client:
-    """A connection that an application talks to, one message at a time."""
+    """A connection as an ASGI application sees it, with one request."""
 
     def __init__(self, body: dict[str, Any], path: str = "/v1/completions") -> None:
         self.sent: list[Message] = []
@@ -41,7 +41,7 @@ class Client:
         if message.get("body"):
             self.got_body.set()
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         self._incoming.put_nowait({"type": "http.disconnect"})
 
 
@@ -57,7 +57,7 @@ ENDLESS = {"prompt": "hello", "ignore_eos": True, "max_tokens": 200}
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stall_after", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_aborts_its_request(n, stall_after, stream) -> None:
+async def test_a_disconnect_aborts_the_request(n, stall_after, stream) -> None:
     text_engine = scripted_text_engine("hello world")
     engine = text_engine.engine
     engine.stall_after = stall_after
@@ -67,7 +67,7 @@ async def test_a_client_that_leaves_aborts_its_request(n, stall_after, stream) -
     await until(lambda: len(engine.submitted) == n)
     if stream and stall_after:
         await client.got_body.wait()
-    client.leave()
+    client.disconnect()
     await asyncio.wait_for(serving, 10)
     assert len(engine.aborted) == n
     assert text_engine.num_in_flight == 0
@@ -75,7 +75,7 @@ async def test_a_client_that_leaves_aborts_its_request(n, stall_after, stream) -
     assert not any(b"[DONE]" in m.get("body", b"") for m in client.sent)
 
 
-async def test_a_slow_client_that_leaves_while_it_is_written_to() -> None:
+async def test_a_disconnect_during_a_write_aborts_the_request() -> None:
     text_engine = scripted_text_engine("hello world")
     client = Client(ENDLESS | {"stream": True})
     blocked = asyncio.Event()
@@ -88,12 +88,12 @@ async def test_a_slow_client_that_leaves_while_it_is_written_to() -> None:
     app = create_app(ServerState(text_engine))
     serving = asyncio.create_task(app(client.scope, client.receive, send))
     await blocked.wait()
-    client.leave()
+    client.disconnect()
     await asyncio.wait_for(serving, 10)
     assert len(text_engine.engine.aborted) == 1
 
 
-async def test_a_server_that_is_cancelled_aborts_its_requests() -> None:
+async def test_cancelling_the_application_aborts_the_request() -> None:
     text_engine = scripted_text_engine("hello world")
     text_engine.engine.stall_after = 1
     client = Client(ENDLESS | {"stream": True})

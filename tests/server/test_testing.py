@@ -1,3 +1,5 @@
+"""A server in a thread, as other tests start it."""
+
 import threading
 
 import httpx
@@ -7,13 +9,13 @@ from jaxserve.errors import CheckpointError, ConfigError
 from server.testing import ServerThread, flags
 
 
-def test_flags() -> None:
+def test_flags_are_the_arguments_of_settings() -> None:
     assert flags(num_blocks=8, warmup=False, async_scheduling=True, api_key=("a", "b")) == [
         *("--num-blocks", "8", "--no-warmup", "--async-scheduling", "--api-key", "a", "b")
     ]
 
 
-def test_serves_until_it_is_closed(front_checkpoint) -> None:
+def test_a_server_thread_serves_until_closed(front_checkpoint) -> None:
     before = threading.active_count()
     factory = "jaxserve.testing.fake_engine:build"
     server = ServerThread(*flags(model=front_checkpoint, engine_factory=factory))
@@ -29,7 +31,7 @@ def test_serves_until_it_is_closed(front_checkpoint) -> None:
     ("more", "error"),
     [({"model": "/nowhere"}, CheckpointError), ({"tool_call_parser": "nonsense"}, ConfigError)],
 )
-def test_what_cannot_start_leaves_nothing_behind(front_checkpoint, more, error) -> None:
+def test_a_failed_start_leaves_no_thread_behind(front_checkpoint, more, error) -> None:
     before = threading.active_count()
     settings = {"model": front_checkpoint, "engine_factory": "jaxserve.testing.fake_engine:build"}
     with pytest.raises(error):

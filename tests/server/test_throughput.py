@@ -1,4 +1,4 @@
-"""The line on the speed of the engines."""
+"""The log line about the throughput of each engine."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from jaxserve.ipc.messages import StepStats
 from server.throughput import describe, log_throughput
 
 
-def test_the_line_is_about_what_has_been_done_since_the_last() -> None:
+def test_the_line_covers_the_time_since_the_last_line() -> None:
     before = StepStats(total_prompt_tokens=100, total_generation_tokens=50)
     now = StepStats(
         num_running=3,
@@ -27,7 +27,7 @@ def test_the_line_is_about_what_has_been_done_since_the_last() -> None:
     )
 
 
-def test_an_idle_engine_is_not_worth_a_line() -> None:
+def test_an_idle_engine_has_no_line() -> None:
     stats = StepStats(total_prompt_tokens=100, total_generation_tokens=50)
     assert describe(0, stats, stats, 10.0) is None
     waiting = StepStats(total_prompt_tokens=100, total_generation_tokens=50, num_waiting=1)
@@ -35,7 +35,7 @@ def test_an_idle_engine_is_not_worth_a_line() -> None:
 
 
 class Busy:
-    """An engine that has done more each time it is asked."""
+    """An engine that has generated more tokens each time its stats are read."""
 
     total = 0
 
@@ -45,7 +45,7 @@ class Busy:
         return {0: StepStats(total_generation_tokens=self.total)}
 
 
-async def test_lines_are_logged_for_as_long_as_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+async def test_lines_are_logged_periodically(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     task = asyncio.create_task(log_throughput(Busy(), interval_s=0.001))
     async with asyncio.timeout(30):

@@ -1,6 +1,6 @@
-"""Streams as bytes, against transcripts in the folder beside; and as the real client reads them.
+"""Streams compared byte by byte with recorded transcripts, and read by the real client.
 
-``python tests/server/test_transcripts.py`` writes the transcripts anew: read the difference.
+``python tests/server/test_transcripts.py`` records the transcripts again: review the difference.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call
 TOOL = {"name": "weather", "parameters": {"type": "object"}}
 USAGE = {"stream_options": {"include_usage": True}}
 
-ANSWERS = {
+TEXTS = {
     "plain": "hello é world",
     "stop": "hello world, the end",
     "length": "hello world",
@@ -39,31 +39,31 @@ FIELDS: dict[str, dict[str, Any]] = {
     "length": {"max_tokens": 1},
     "two": {"n": 2, "seed": 1},
 }
-OF_CHATS: dict[str, dict[str, Any]] = {
+CHAT_FIELDS: dict[str, dict[str, Any]] = {
     "plain": USAGE,
     "tool": {"tools": [{"type": "function", "function": TOOL}]},
     "logprobs": {"logprobs": True, "top_logprobs": 2},
 }
-OF_COMPLETIONS: dict[str, dict[str, Any]] = {
+COMPLETION_FIELDS: dict[str, dict[str, Any]] = {
     "plain": USAGE,
     "two": {"echo": True},
     "logprobs": {"logprobs": 2, "echo": True},
 }
-OF_RESPONSES: dict[str, dict[str, Any]] = {
+RESPONSE_FIELDS: dict[str, dict[str, Any]] = {
     "tool": {"tools": [{"type": "function", "strict": False, **TOOL}]},
     "logprobs": {"top_logprobs": 2},
     "length": {"max_tokens": None, "max_output_tokens": 1},
 }
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {}
-for case in ANSWERS:
-    said = {"messages": [{"role": "user", "content": "hi"}]}
+for case in TEXTS:
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
     more = FIELDS.get(case, {})
-    CASES[f"chat_{case}"] = ("chat", case, said | more | OF_CHATS.get(case, {}))
+    CASES[f"chat_{case}"] = ("chat", case, messages | more | CHAT_FIELDS.get(case, {}))
     if case not in ("tool", "reasoning"):
-        body = {"prompt": "hi", **more, **OF_COMPLETIONS.get(case, {})}
+        body = {"prompt": "hi", **more, **COMPLETION_FIELDS.get(case, {})}
         CASES[f"completion_{case}"] = ("completion", case, body)
     if case != "two":
-        body = {"input": "hi", **more, **OF_RESPONSES.get(case, {})}
+        body = {"input": "hi", **more, **RESPONSE_FIELDS.get(case, {})}
         CASES[f"response_{case}"] = ("response", case, body)
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -73,15 +73,15 @@ PATHS = {
 
 
 def make_client(case: str) -> httpx.AsyncClient:
-    text_engine: TextEngine = scripted_text_engine(ANSWERS[case], chat_template=TEMPLATE)
+    text_engine: TextEngine = scripted_text_engine(TEXTS[case], chat_template=TEMPLATE)
     if case == "error":
         text_engine.engine.fail_after = 1
     transport = httpx.ASGITransport(create_app(ServerState(text_engine)))
     return httpx.AsyncClient(transport=transport)
 
 
-def steady(transcript: str) -> str:
-    """A transcript without what is new each time."""
+def normalized(transcript: str) -> str:
+    """Replaces the parts of a transcript that differ between runs."""
     for pattern, text in (
         (r'"created(_at)?":\d+', r'"created\1":0'),
         (r"jaxserve-[\w.]+-[0-9a-f]{8}", "FINGERPRINT"),
@@ -100,15 +100,15 @@ async def record(name: str) -> str:
             headers={"x-request-id": "abc"},
         )
     assert response.status_code == 200, response.text
-    return steady(response.text)
+    return normalized(response.text)
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_streams_have_these_bytes(name) -> None:
+async def test_a_stream_matches_its_transcript(name) -> None:
     assert await record(name) == (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def test_there_is_no_other_transcript() -> None:
+def test_every_transcript_belongs_to_a_case() -> None:
     assert {path.stem for path in FOLDER.iterdir()} == CASES.keys()
 
 
@@ -132,8 +132,8 @@ async def read_completion(client: openai.AsyncOpenAI, body: dict[str, Any]) -> s
 
 async def read_response(client: openai.AsyncOpenAI, body: dict[str, Any]) -> str:
     text = ""
-    own = {key: body.pop(key) for key in ("stop", "max_tokens") if key in body}
-    async for event in await client.responses.create(**body, extra_body=own):
+    extra_body = {key: body.pop(key) for key in ("stop", "max_tokens") if key in body}
+    async for event in await client.responses.create(**body, extra_body=extra_body):
         if event.type == "response.failed":
             raise openai.APIError(event.response.error.message, None, body=None)
         if event.type == "response.output_item.added" and event.item.type == "function_call":
@@ -158,7 +158,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_the_real_client_reads_them(name) -> None:
+async def test_the_real_client_reads_every_stream(name) -> None:
     kind, case, body = CASES[name]
     async with make_client(case) as http:
         client = openai.AsyncOpenAI(

@@ -96,12 +96,12 @@ async def test_cycles_have_the_expected_attributes() -> None:
     assert not missing, changed(f"RequestResponseCycle.{sorted(missing)}")
 
 
-def test_status_lines_are_whole_lines() -> None:
+def test_status_lines_are_complete() -> None:
     line = getattr(httptools_impl, "STATUS_LINE", {}).get(431)
     assert line == b"HTTP/1.1 431 Request Header Fields Too Large\r\n", changed("STATUS_LINE")
 
 
-def test_one_module_uses_the_private_classes() -> None:
+def test_only_http_uses_the_private_classes() -> None:
     users = {
         str(path.relative_to(ROOT))
         for package in ("server", "jaxserve")

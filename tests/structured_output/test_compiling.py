@@ -15,8 +15,8 @@ from jaxserve.testing.fake_runner import FakeModel, FakeRunner
 SIZES = {"num_blocks": 40, "block_size": 4}
 
 
-class Anything:
-    """Ends the completion with its third token."""
+class ThreeTokens:
+    """A constraint that ends the completion with its third token."""
 
     def __init__(self):
         self.tokens = []
@@ -30,7 +30,7 @@ class Anything:
 
 
 class Compiler:
-    """Compiles when a test says so."""
+    """A compiler of grammars whose results a test provides."""
 
     def __init__(self):
         self.futures: dict[str, Future] = {}
@@ -78,10 +78,10 @@ def test_other_requests_run_while_a_grammar_is_compiled(core, compiler):
     assert reasons == {"b": FinishReason.LENGTH}
     assert core.has_work
     assert core.stats().num_waiting == 1
-    constraint = Anything()
+    constraint = ThreeTokens()
     compiler.futures["a"].set_result(constraint)
     tokens, reasons = outputs_of(core, start=10.0, steps=10)
-    assert len(tokens["a"]) == 3, "it is the constraint that ends it"
+    assert len(tokens["a"]) == 3, "the constraint ends the completion"
     assert tokens["a"] == constraint.tokens
     assert reasons == {"a": FinishReason.STOP}
     assert not core.has_work
@@ -89,8 +89,8 @@ def test_other_requests_run_while_a_grammar_is_compiled(core, compiler):
 
 
 def test_a_constraint_sees_each_token_once_in_order(core, compiler):
-    """Also with a step in flight and after preemption: only one request fits at a time."""
-    constraints = {name: Anything() for name in "abcdef"}
+    """Six requests share four rows, also while another step is in flight."""
+    constraints = {name: ThreeTokens() for name in "abcdef"}
     for name, constraint in constraints.items():
         core.add(submit(name, ANY))
         compiler.futures[name].set_result(constraint)
@@ -98,11 +98,11 @@ def test_a_constraint_sees_each_token_once_in_order(core, compiler):
     assert tokens == {name: constraint.tokens for name, constraint in constraints.items()}
 
 
-def test_a_grammar_that_fails_ends_its_request_only(core, compiler):
+def test_an_invalid_grammar_ends_only_its_request(core, compiler):
     core.add(submit("a", ANY))
     core.add(submit("b", ANY))
     compiler.futures["a"].set_exception(InvalidRequestError("no such thing"))
-    compiler.futures["b"].set_result(Anything())
+    compiler.futures["b"].set_result(ThreeTokens())
     tokens, reasons = outputs_of(core)
     assert reasons == {"a": FinishReason.ERROR, "b": FinishReason.STOP}
     assert tokens["a"] == []
@@ -118,19 +118,19 @@ def test_only_unexpected_errors_log_a_traceback(core, compiler, caplog, error):
     assert bool(record.exc_info) == isinstance(error, OSError)
 
 
-def test_a_grammar_that_takes_too_long_ends_its_request_only(core, compiler):
+def test_a_grammar_that_takes_too_long_ends_only_its_request(core, compiler):
     core.add(submit("a", ANY))
     core.step(0.0)
     core.add(submit("b", ANY))
     assert core.step(COMPILE_TIMEOUT_S) == []
     (output,) = core.step(COMPILE_TIMEOUT_S + 1)
     assert (output.request_id, output.finish_reason) == ("a", FinishReason.ERROR)
-    compiler.futures["b"].set_result(Anything())
+    compiler.futures["b"].set_result(ThreeTokens())
     _, reasons = outputs_of(core, start=COMPILE_TIMEOUT_S + 2)
     assert reasons == {"b": FinishReason.STOP}
 
 
-def test_abort_during_compilation(core, compiler):
+def test_abort_cancels_a_compilation(core, compiler):
     core.add(submit("a", ANY))
     core.step(0.0)
     core.abort(["a", "nobody"])
@@ -138,17 +138,17 @@ def test_abort_during_compilation(core, compiler):
     assert compiler.futures["a"].cancelled()
 
 
-def test_an_id_in_use_is_refused(core, compiler):
+def test_rejects_an_id_in_use(core, compiler):
     core.add(submit("a", ANY))
     core.add(submit("a", ANY))
     (output,) = core.step(0.0)
     assert output.finish_reason == FinishReason.ERROR
-    compiler.futures["a"].set_result(Anything())
+    compiler.futures["a"].set_result(ThreeTokens())
     _, reasons = outputs_of(core, start=1.0)
     assert reasons == {"a": FinishReason.STOP}
 
 
-def test_it_does_not_spin_without_other_work(core, compiler, monkeypatch):
+def test_the_engine_waits_for_a_grammar_without_other_work(core, compiler, monkeypatch):
     waits = []
     monkeypatch.setattr(core._compiling, "wait", waits.append)
     core.add(submit("a", ANY))
@@ -157,6 +157,6 @@ def test_it_does_not_spin_without_other_work(core, compiler, monkeypatch):
     core.add(submit("b"))
     outputs_of(core, steps=5)
     assert len(waits) <= 2
-    compiler.futures["a"].set_result(Anything())
+    compiler.futures["a"].set_result(ThreeTokens())
     outputs_of(core, steps=10)
     assert not core.has_work

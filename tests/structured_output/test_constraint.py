@@ -1,4 +1,4 @@
-"""Follows grammars with llguidance, whatever tokens the model prefers."""
+"""Constraints follow grammars with llguidance, whatever tokens the model prefers."""
 
 import itertools
 import json
@@ -30,8 +30,8 @@ def compiler():
 
 
 @pytest.fixture
-def make(compiler):
-    """Returns ``make(grammar)``, which makes a constraint in its initial state."""
+def make_constraint(compiler):
+    """Returns ``make_constraint(grammar)``, whose constraints are in their initial state."""
 
     def start(grammar, *, eos=EOS, prior=(), **params) -> Constraint:
         params = SamplingParams(seed=0, grammar=grammar, **params)
@@ -53,7 +53,7 @@ def follow(constraint: Constraint, choose, limit: int = 400):
     for _ in range(limit):
         ids = allowed(constraint)
         assert ids
-        assert max(ids) < TOKENIZER.vocab_size, "not a token"
+        assert max(ids) < TOKENIZER.vocab_size, "an ID is not a token"
         tokens.append(choose(ids))
         reason = constraint.accept(tokens[-1])
         if reason is not None:
@@ -67,10 +67,10 @@ def at_random(seed: int):
 
 
 def preferring(*texts: bytes, seed: int = 0):
-    """Returns a function that picks the first of these texts that is allowed, else any token."""
+    """Returns a function that picks the first of these texts that is allowed, or any token."""
     ids_of = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size)}
-    wanted, otherwise = [ids_of[text] for text in texts], at_random(seed)
-    return lambda ids: next((i for i in wanted if i in ids), None) or otherwise(ids)
+    wanted, fallback = [ids_of[text] for text in texts], at_random(seed)
+    return lambda ids: next((i for i in wanted if i in ids), None) or fallback(ids)
 
 
 PERSON = {
@@ -87,8 +87,10 @@ PERSON = {
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_tokens_make_json_of_the_schema(make, seed):
-    text, reason = follow(make(Grammar("json_schema", json.dumps(PERSON))), at_random(seed))
+def test_random_tokens_form_json_of_the_schema(make_constraint, seed):
+    text, reason = follow(
+        make_constraint(Grammar("json_schema", json.dumps(PERSON))), at_random(seed)
+    )
     assert reason is FinishReason.STOP
     value = json.loads(text)
     assert list(value) == list(PERSON["properties"])
@@ -110,9 +112,9 @@ def test_random_tokens_make_json_of_the_schema(make, seed):
         (Grammar("json_schema", '{"enum": ["é", "\\ud83d\\udd25", 1]}'), {'"é"', '"🔥"', "1"}),
     ],
 )
-def test_every_kind_of_grammar(make, grammar, texts):
+def test_random_tokens_form_texts_of_every_kind_of_grammar(make_constraint, grammar, texts):
     patterns = {"regex": "(a/b|[cd]{2})é?", "grammar": "x[yz]+"}
-    found = {follow(make(grammar), at_random(seed))[0] for seed in range(30)}
+    found = {follow(make_constraint(grammar), at_random(seed))[0] for seed in range(30)}
     assert len(found) > 1
     if texts is not None:
         assert found <= texts
@@ -124,16 +126,16 @@ def test_every_kind_of_grammar(make, grammar, texts):
     "grammar",
     [Grammar("json_object"), Grammar("json_schema", json.dumps(PERSON))],
 )
-def test_whitespace_has_an_end(make, grammar):
+def test_whitespace_between_values_is_limited(make_constraint, grammar):
     for spaces in ((b" ", b"\n"), (b"\n", b" "), (b"\t", b"\n", b"\t"), (b"\n", b"\t")):
         choose = preferring(*spaces, b'"', b":", b"0", b"]")
-        text, reason = follow(make(grammar), choose, limit=300)
+        text, reason = follow(make_constraint(grammar), choose, limit=300)
         assert reason is FinishReason.STOP
         json.loads(text)
 
 
-def test_whitespace_in_strings_has_an_end_too(make):
-    constraint = make(Grammar("json_object"))
+def test_whitespace_in_strings_is_limited(make_constraint):
+    constraint = make_constraint(Grammar("json_object"))
     text, _ = follow(constraint, preferring(b"{"), limit=1)
     assert text == "{"
     text, _ = follow(constraint, preferring(b'"'), limit=1)
@@ -142,78 +144,83 @@ def test_whitespace_in_strings_has_an_end_too(make):
     assert max(map(len, re.findall(" +", spaces))) <= 33
 
 
-def test_the_end_comes_only_where_the_text_may_end(make):
-    liking_the_end = preferring(TOKENIZER.token_bytes(EOS))
-    text, reason = follow(make(Grammar("json_schema", json.dumps(PERSON))), liking_the_end)
+def test_the_end_token_is_allowed_only_where_the_text_may_end(make_constraint):
+    prefer_the_end = preferring(TOKENIZER.token_bytes(EOS))
+    text, reason = follow(
+        make_constraint(Grammar("json_schema", json.dumps(PERSON))), prefer_the_end
+    )
     assert reason is FinishReason.STOP
     json.loads(text)
-    assert follow(make(Grammar("regex", "a{3,9}")), liking_the_end) == ("aaa", FinishReason.STOP)
+    assert follow(make_constraint(Grammar("regex", "a{3,9}")), prefer_the_end) == (
+        "aaa",
+        FinishReason.STOP,
+    )
 
 
-def test_a_complete_text_ends_at_once(make):
-    """It needs no end token, so min_tokens and ignore_eos cannot delay the end."""
+def test_a_text_that_cannot_continue_ends_at_once(make_constraint):
+    """No end token is needed, so min_tokens and ignore_eos cannot delay the end."""
     hello = TOKENIZER.encode("hello")
     for options in ({}, {"eos": None}, {"min_tokens": 9}):
-        constraint = make(Grammar("choice", '["hello"]'), **options)
+        constraint = make_constraint(Grammar("choice", '["hello"]'), **options)
         reasons = [constraint.accept(token) for token in hello]
         assert reasons == [*[None] * (len(hello) - 1), FinishReason.STOP]
 
 
-def test_without_an_end_token_a_text_continues_as_long_as_it_can(make):
-    text, reason = follow(make(Grammar("regex", "a{3,9}"), eos=None), at_random(0))
+def test_without_an_end_token_a_text_continues_as_long_as_it_can(make_constraint):
+    text, reason = follow(make_constraint(Grammar("regex", "a{3,9}"), eos=None), at_random(0))
     assert (text, reason) == ("a" * 9, FinishReason.STOP)
 
 
-def test_further_end_tokens_end_where_the_text_may_end(make):
+def test_further_end_tokens_are_allowed_where_the_text_may_end(make_constraint):
     other = next(i for i in TOKENIZER.special_ids if i != EOS)
-    constraint = make(Grammar("regex", "a{2,9}"), stop_token_ids=(other, 5))
+    constraint = make_constraint(Grammar("regex", "a{2,9}"), stop_token_ids=(other, 5))
     (a,) = TOKENIZER.encode("a")
     constraint.accept(a)
     assert other not in allowed(constraint)
     constraint.accept(a)
     ids = allowed(constraint)
     assert {other, EOS, a} <= set(ids)
-    assert 5 not in ids, "a stop id with a text is left to the grammar"
+    assert 5 not in ids, "the grammar decides about a stop ID that has text"
     assert constraint.accept(other) is FinishReason.STOP
 
 
-def test_an_empty_text_can_only_end(make):
-    assert allowed(make(Grammar("regex", ""))) == [EOS]
-    assert make(Grammar("regex", "")).accept(EOS) is FinishReason.STOP
+def test_an_empty_text_can_only_end(make_constraint):
+    assert allowed(make_constraint(Grammar("regex", ""))) == [EOS]
+    assert make_constraint(Grammar("regex", "")).accept(EOS) is FinishReason.STOP
 
 
-def test_a_token_that_is_not_allowed_ends_this_request_only(make):
-    one, other = make(Grammar("regex", "a+")), make(Grammar("regex", "a+"))
+def test_a_token_that_is_not_allowed_ends_only_its_request(make_constraint):
+    one, other = make_constraint(Grammar("regex", "a+")), make_constraint(Grammar("regex", "a+"))
     (a,) = TOKENIZER.encode("a")
     (b,) = TOKENIZER.encode("b")
     assert one.accept(b) is FinishReason.ERROR
-    assert len(allowed(one)) == -(-VOCAB // 32) * 32, "anything: it is dropped"
+    assert len(allowed(one)) == -(-VOCAB // 32) * 32, "every token, since the result is dropped"
     assert one.accept(a) is FinishReason.ERROR
     assert a in allowed(other)
     assert other.accept(a) is None
 
 
-def test_a_grammar_without_any_text_ends_with_an_error(make):
-    constraint = make(Grammar("regex", r"[^\s\S]"))
+def test_a_grammar_that_matches_no_text_ends_with_an_error(make_constraint):
+    constraint = make_constraint(Grammar("regex", r"[^\s\S]"))
     assert len(allowed(constraint)) == -(-VOCAB // 32) * 32
     assert constraint.accept(0) is FinishReason.ERROR
 
 
-def test_it_continues_after_the_tokens_of_an_engine_that_died(make):
+def test_a_constraint_continues_after_the_tokens_of_a_dead_engine(make_constraint):
     prior = TOKENIZER.encode('{"hello')
-    constraint = make(Grammar("json_object"), prior=prior)
+    constraint = make_constraint(Grammar("json_object"), prior=prior)
     assert TOKENIZER.encode("{")[0] in allowed(constraint), "within the string"
     for text in ('"', ":", "1"):
         assert constraint.accept(TOKENIZER.encode(text)[0]) is None
     assert constraint.accept(TOKENIZER.encode("}")[0]) is FinishReason.STOP
 
 
-def test_a_grammar_that_cannot_be_compiled(make):
+def test_a_grammar_that_does_not_compile_is_an_invalid_request(make_constraint):
     with pytest.raises(InvalidRequestError, match="unclosed"):
-        make(Grammar("regex", "(a"))
+        make_constraint(Grammar("regex", "(a"))
 
 
-MANY_WAYS = "(a|aa)*" * 300 + "$"
+AMBIGUOUS_PATTERN = "(a|aa)*" * 300 + "$"
 
 
 def with_patterns(num_fields):
@@ -229,43 +236,46 @@ def checked_and_compiled(smollm2):
     worker = GrammarWorker(tokenizer, tokenizer.vocab_size)
     compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
 
-    def is_possible(work):
+    def succeeds(work):
         try:
             work()
         except InvalidRequestError:
             return False
         return True
 
-    def both(grammar):
+    def check_and_compile(grammar):
         submit = Submit("a", [1], SamplingParams(seed=0, grammar=grammar))
-        compiled = is_possible(lambda: compiler.start(submit).result())
-        return is_possible(lambda: worker.check(grammar)), compiled
+        compiled = succeeds(lambda: compiler.start(submit).result())
+        return succeeds(lambda: worker.check(grammar)), compiled
 
-    return both
+    return check_and_compile
 
 
 @pytest.mark.parametrize(
     ("grammar", "expected"),
     [
-        (Grammar("regex", MANY_WAYS), False),
-        (Grammar("regex", MANY_WAYS[: 7 * 100]), True),
+        (Grammar("regex", AMBIGUOUS_PATTERN), False),
+        (Grammar("regex", AMBIGUOUS_PATTERN[: 7 * 100]), True),
         (Grammar("regex", "(aa){1,300}|(aaa){1,300}|(a{5}){1,300}|(a{7}){1,300}"), True),
         (Grammar("regex", r"((a{0,100}){0,100}){0,100}"), True),
-        (Grammar("json_schema", json.dumps({"type": "string", "pattern": MANY_WAYS})), True),
+        (
+            Grammar("json_schema", json.dumps({"type": "string", "pattern": AMBIGUOUS_PATTERN})),
+            True,
+        ),
         (with_patterns(20), False),
         (with_patterns(3), True),
-        (Grammar("grammar", f"start: /{MANY_WAYS[:-1]}/"), False),
+        (Grammar("grammar", f"start: /{AMBIGUOUS_PATTERN[:-1]}/"), False),
         (Grammar("choice", json.dumps(["a" * i for i in range(1, 600)])), True),
         (Grammar("choice", json.dumps([str(i) * 60 for i in range(1000)])), True),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_passes_its_check_can_be_compiled(checked_and_compiled, grammar, expected):
+def test_a_grammar_compiles_exactly_if_its_check_passes(checked_and_compiled, grammar, expected):
     """The work for a grammar grows with the vocabulary, so both must use the same one."""
     assert checked_and_compiled(grammar) == (expected, expected)
 
 
-def test_the_tokenizer_is_loaded_once_and_only_when_it_is_needed():
+def test_the_tokenizer_is_loaded_once_and_only_when_needed():
     calls = []
 
     def load():
@@ -292,19 +302,19 @@ def ambiguous(num_words):
     return Grammar("grammar", "\n".join([f"start: {' | '.join(f'a{i}' for i in words)}", *rules]))
 
 
-def test_the_work_for_one_token_has_an_end(make, monkeypatch):
+def test_the_work_for_one_token_is_limited(make_constraint, monkeypatch):
     """The work grows with the cube of the number of words; 800 words would take minutes."""
     monkeypatch.setattr(grammars, "MAX_EXTRA_TIME_S", math.inf)
     for num_words, is_too_much in ((20, False), (600, True)):
-        constraint = make(ambiguous(num_words))
+        constraint = make_constraint(ambiguous(num_words))
         reasons = [constraint.accept(token) for token in TOKENIZER.encode("a") * 3]
         assert (FinishReason.ERROR in reasons) == is_too_much
 
 
-def test_a_request_whose_tokens_take_too_long_is_ended(make, monkeypatch):
+def test_many_slow_tokens_end_a_request(make_constraint, monkeypatch):
     """One slow token is allowed, many are not."""
     clock = itertools.count(step=TOKEN_TIME_S + MAX_EXTRA_TIME_S / 10)
-    constraint = make(Grammar("regex", "a+"))
+    constraint = make_constraint(Grammar("regex", "a+"))
     monkeypatch.setattr(grammars.time, "thread_time", clock.__next__)
     (a,) = TOKENIZER.encode("a")
     reasons = [constraint.accept(a) for _ in range(12)]

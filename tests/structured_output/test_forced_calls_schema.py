@@ -1,3 +1,5 @@
+"""The JSON schema that forces tool calls."""
+
 import json
 
 import pytest
@@ -25,7 +27,7 @@ def test_a_named_call_is_its_arguments():
     assert forced_calls_schema(TOOLS, name="g") == {"type": "object"}
 
 
-def find(schema, reference):
+def resolve(schema, reference):
     """Resolves a JSON pointer."""
     for key in reference.removeprefix("#").split("/")[1:]:
         schema = schema[key.replace("~1", "/").replace("~0", "~")]
@@ -45,9 +47,9 @@ def test_references_still_point_at_their_targets():
 
     schema = forced_calls_schema({"a/b~": tool(1), "c": tool(2), "d": F})
     for call, target in zip(schema["items"]["anyOf"][:2], (1, 2), strict=True):
-        parameters = find(schema, call["properties"]["parameters"]["$ref"])
-        assert find(schema, parameters["properties"]["x"]["$ref"]) == {"enum": [target]}
-        assert find(schema, parameters["properties"]["me"]["$ref"]) is parameters
+        parameters = resolve(schema, call["properties"]["parameters"]["$ref"])
+        assert resolve(schema, parameters["properties"]["x"]["$ref"]) == {"enum": [target]}
+        assert resolve(schema, parameters["properties"]["me"]["$ref"]) is parameters
         assert parameters["properties"]["$ref"] == {"type": "null"}
     assert schema["items"]["anyOf"][2]["properties"]["parameters"] == F
     # A named call is the schema of its function, so references need no change.
@@ -61,7 +63,7 @@ def test_the_schemas_of_the_request_do_not_change():
     assert json.dumps(tools) == before
 
 
-def test_a_schema_that_is_nested_too_deeply_is_refused():
+def test_rejects_a_schema_that_is_nested_too_deeply():
     schema: dict = {"$ref": "#"}
     for _ in range(2000):
         schema = {"items": schema}

@@ -1,4 +1,7 @@
-"""Which grammars a check refuses, and with which message. See test_constraint.py for following."""
+"""Grammars that the check accepts, and the messages for grammars that it rejects.
+
+test_constraint.py tests how completions follow a grammar.
+"""
 
 import contextlib
 import json
@@ -44,7 +47,7 @@ NODE = {
         Grammar("grammar", 'start: <|im_end|> "a"'),
     ],
 )
-def test_valid_grammars(vocabulary, grammar):
+def test_accepts_valid_grammars(vocabulary, grammar):
     check_grammar(grammar, vocabulary)
 
 
@@ -80,7 +83,7 @@ def test_valid_grammars(vocabulary, grammar):
         (Grammar("grammar", ""), "grammar"),
     ],
 )
-def test_invalid_grammars_are_refused_with_a_short_message(vocabulary, grammar, words):
+def test_rejects_invalid_grammars_with_a_short_message(vocabulary, grammar, words):
     with pytest.raises(InvalidRequestError, match=words) as caught:
         check_grammar(grammar, vocabulary)
     assert len(caught.value.message) < MAX_MESSAGE_CHARS + 100
@@ -88,12 +91,12 @@ def test_invalid_grammars_are_refused_with_a_short_message(vocabulary, grammar, 
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "choice", "grammar"])
 @pytest.mark.parametrize("unit", ["[", "(a|", '{"a":', "a{9,99}", "x: y\n", "\\", '"', "é", "\0"])
-def test_the_longest_nonsense_is_checked_quickly(vocabulary, kind, unit):
+def test_nonsense_of_the_maximum_length_is_accepted_or_rejected(vocabulary, kind, unit):
     text = (unit * MAX_GRAMMAR_CHARS)[:MAX_GRAMMAR_CHARS]
     with contextlib.suppress(InvalidRequestError):
         check_grammar(Grammar(kind, text), vocabulary)
 
 
-def test_a_pattern_that_fails_only_when_it_is_followed_is_refused(vocabulary):
+def test_rejects_a_pattern_that_fails_only_when_it_is_followed(vocabulary):
     with pytest.raises(InvalidRequestError, match="too many expressions"):
         check_grammar(Grammar("regex", "(a{1000}){1000}"), vocabulary)

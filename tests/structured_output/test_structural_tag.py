@@ -71,8 +71,8 @@ class Walk:
         self.constraint.fill_mask(mask)
         return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
-    def takes(self, text: str) -> bool:
-        """Returns True if this can be the whole completion."""
+    def accepts(self, text: str) -> bool:
+        """Returns whether ``text`` can be the whole completion."""
         reason = None
         for token_id in self.tokenizer.encode(text):
             if reason is not None or token_id not in self.allowed():
@@ -80,14 +80,14 @@ class Walk:
             reason = self.constraint.accept(token_id)
         return reason is FinishReason.STOP or self.tokenizer.eos_token_id in self.allowed()
 
-    def at_random(self, rng: np.random.Generator, limit: int = 1000) -> str:
+    def random_completion(self, rng: np.random.Generator, limit: int = 1000) -> str:
         tokens = []
         for _ in range(limit):
             tokens.append(int(rng.choice(self.allowed())))
             if self.constraint.accept(tokens[-1]) is not None:
                 shown = [i for i in tokens if i != self.tokenizer.eos_token_id]
                 return self.tokenizer.decode(shown, skip_special_tokens=False)
-        raise AssertionError("no end")
+        raise AssertionError("the completion does not end")
 
 
 def read(parser: MessageParser, text: str):
@@ -120,11 +120,11 @@ def test_every_format_with_rules_has_a_parser() -> None:
 
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("name", CALL_RULES)
-def test_random_tokens_make_calls_or_the_text(name, parallel) -> None:
+def test_random_tokens_form_calls_or_the_text(name, parallel) -> None:
     rng = np.random.default_rng(7)
-    most = {"text": 0, "calls": 0}
+    counts = {"text": 0, "calls": 0}
     for _ in range(30):
-        text = Walk(tag_of(name, parallel=parallel)).at_random(rng)
+        text = Walk(tag_of(name, parallel=parallel)).random_completion(rng)
         _, content, calls = read(MessageParser(None, tool_parser(name, TOOLS)), text)
         if calls:
             assert not content.strip()
@@ -132,10 +132,10 @@ def test_random_tokens_make_calls_or_the_text(name, parallel) -> None:
                 check_call(*call)
         else:
             assert json.loads(content) in ({"ok": True}, {"ok": False})
-        most["calls"] = max(most["calls"], len(calls))
-        most["text"] += not calls
-    assert most["text"] > 0
-    assert (most["calls"] > 1) if parallel else (most["calls"] == 1)
+        counts["calls"] = max(counts["calls"], len(calls))
+        counts["text"] += not calls
+    assert counts["text"] > 0
+    assert (counts["calls"] > 1) if parallel else (counts["calls"] == 1)
 
 
 def as_json(call) -> str:
@@ -145,7 +145,7 @@ def as_json(call) -> str:
 LOOK = {"name": "look", "arguments": {"where": "Zürich", "how": []}}
 LOOK_3 = {"name": "look", "parameters": {"where": "Zürich", "how": []}}
 STOP, STOP_3 = {"name": "stop.now", "arguments": {}}, {"name": "stop.now", "parameters": {}}
-AS_WRITTEN = {
+WRITTEN_CALLS = {
     "hermes": [
         f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
         for call in (LOOK, STOP)
@@ -161,20 +161,20 @@ AS_WRITTEN = {
 
 
 @pytest.mark.parametrize("name", CALL_RULES)
-def test_calls_as_models_write_them(name) -> None:
+def test_accepts_calls_as_models_write_them(name) -> None:
     tag = tag_of(name)
-    for text, expected in zip(AS_WRITTEN[name], (LOOK, STOP), strict=True):
-        assert Walk(tag).takes(text), text
+    for text, expected in zip(WRITTEN_CALLS[name], (LOOK, STOP), strict=True):
+        assert Walk(tag).accepts(text), text
         _, content, calls = read(MessageParser(None, tool_parser(name, TOOLS)), text)
         assert (content, calls) == ("", [tuple(expected.values())])
-        assert not Walk(tag).takes(text.replace("look", "loot").replace("now", "not"))
-        assert not Walk(tag).takes("Sure! " + text)
-        assert not Walk(tag).takes(text + '{"ok": true}')
-    assert Walk(tag).takes('{"ok": true}')
-    assert not Walk(tag).takes('{"ok": 1}')
+        assert not Walk(tag).accepts(text.replace("look", "loot").replace("now", "not"))
+        assert not Walk(tag).accepts("Sure! " + text)
+        assert not Walk(tag).accepts(text + '{"ok": true}')
+    assert Walk(tag).accepts('{"ok": true}')
+    assert not Walk(tag).accepts('{"ok": 1}')
 
 
-def test_values_of_qwen3_coder_by_their_types() -> None:
+def test_qwen3_coder_values_follow_the_types_of_the_schema() -> None:
     tools = {
         "f": {
             "type": "object",
@@ -197,15 +197,15 @@ def test_values_of_qwen3_coder_by_their_types() -> None:
         return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
 
     code = 'if a < b:\n\tprint("</tool_call>")'
-    assert Walk(tag).takes(call(("code", code)))
-    assert Walk(tag).takes(call(("code", ""), ("n", "5"), ("free", '{"x": [1]}')))
+    assert Walk(tag).accepts(call(("code", code)))
+    assert Walk(tag).accepts(call(("code", ""), ("n", "5"), ("free", '{"x": [1]}')))
     for bad in ([], [("n", "5")], [("code", "x"), ("n", "[]")], [("code", "x"), ("a<b", "y")]):
-        assert not Walk(tag).takes(call(*bad)), bad
+        assert not Walk(tag).accepts(call(*bad)), bad
 
 
 @pytest.fixture
 def special():
-    """A tokenizer in which the think tags are special tokens."""
+    """A tokenizer whose think tags are special tokens."""
     tokenizer = tiny_tokenizer()
     tags = [i for i in range(tokenizer.vocab_size) if "think>" in tokenizer.token_text(i)]
     assert len(tags) == 2
@@ -228,13 +228,15 @@ OPENED, CLOSED = "<|im_start|>assistant\n<think>\n", "<think>\n\n</think>\n\n"
         ("deepseek_r1", CLOSED, False, False, True),
     ],
 )
-def test_thoughts_come_before_the_text(tags, name, prompt, whole, begun, bare, special) -> None:
-    """A completion may have a whole block, the end of one that the prompt began, or none."""
+def test_a_think_block_may_precede_the_text(
+    tags, name, prompt, whole, begun, bare, special
+) -> None:
+    """A completion may have a whole block, the end of a block that the prompt began, or none."""
     tokenizer = special if tags == "tokens" else TOKENIZER
     think = think_rules(name, tag_terms(tokenizer), prompt=prompt)
     tag = structural_tag(think=think, calls="")
     if tags == "tokens" and name == "qwen3" and prompt == OPENED:
-        whole = False  # no thought contains a special token
+        whole = False  # a thought cannot contain a special token
     thought = "is 1 < 2 {\n\n}?"
     for text, expected in (
         (f"<think>{thought}</think>\n\n", whole),
@@ -242,14 +244,14 @@ def test_thoughts_come_before_the_text(tags, name, prompt, whole, begun, bare, s
         ("", bare),
     ):
         completion = text + '{"ok": true}'
-        assert Walk(tag, tokenizer=tokenizer).takes(completion) == expected, completion
+        assert Walk(tag, tokenizer=tokenizer).accepts(completion) == expected, completion
         if not expected:
             continue
         parser = MessageParser(reasoning_parser(name, prompt=prompt), None)
         reasoning, content, _ = read(parser, completion)
         assert content == '{"ok": true}'
         assert (thought in reasoning) == bool(text)
-    assert not Walk(tag, tokenizer=tokenizer).takes(f"<think>{thought}</think>hello")
+    assert not Walk(tag, tokenizer=tokenizer).accepts(f"<think>{thought}</think>hello")
 
 
 @pytest.mark.parametrize(
@@ -266,9 +268,9 @@ def test_every_kind_of_grammar_can_have_a_structural_tag(kind, spec, text) -> No
     think = think_rules("qwen3", tag_terms(TOKENIZER), prompt="")
     tag = tag_of("hermes", think=think)
     for before in ("", "<think>hm</think>"):
-        assert Walk(tag, kind, spec).takes(before + text)
-        assert Walk(tag, kind, spec).takes(before + AS_WRITTEN["hermes"][0])
-        assert not Walk(tag, kind, spec).takes(before + "z" + text)
+        assert Walk(tag, kind, spec).accepts(before + text)
+        assert Walk(tag, kind, spec).accepts(before + WRITTEN_CALLS["hermes"][0])
+        assert not Walk(tag, kind, spec).accepts(before + "z" + text)
 
 
 def test_content_alone_needs_no_structural_tag() -> None:

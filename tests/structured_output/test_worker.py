@@ -1,4 +1,4 @@
-"""A check that takes too much time or memory ends its process and nothing else."""
+"""The process that checks grammars: its verdicts, its limits and its replacement."""
 
 import json
 import resource
@@ -44,7 +44,7 @@ def multiple_of(number):
         Grammar("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
     ],
 )
-def test_the_verdict_equals_that_of_a_check_in_this_process(worker, grammar):
+def test_the_worker_and_a_check_in_this_process_agree(worker, grammar):
     def result(check):
         try:
             check()
@@ -57,7 +57,7 @@ def test_the_verdict_equals_that_of_a_check_in_this_process(worker, grammar):
     )
 
 
-def test_a_slow_check_ends_and_so_does_its_process(worker):
+def test_a_slow_check_fails_and_ends_its_process(worker):
     worker.check(Grammar("regex", "a"))
     process = worker._process
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -71,7 +71,7 @@ def test_a_slow_check_ends_and_so_does_its_process(worker):
 
 
 def test_the_process_ends_with_its_worker_and_not_before():
-    """This does not depend on the size of the process that started it."""
+    """The size of the process that starts the worker does not matter."""
     large = np.ones(400 << 20, np.uint8)
     worker = GrammarWorker(TOKENIZER, VOCAB)
     del large
@@ -92,7 +92,7 @@ def test_a_killed_process_is_replaced(worker):
         worker.check(Grammar("regex", "(a"))
 
 
-def test_tokens_beyond_the_width_of_the_logits_do_not_exist(worker):
+def test_a_grammar_cannot_use_tokens_beyond_the_width_of_the_logits(worker):
     grammar = Grammar("grammar", 'start: <|im_end|> "a"')
     worker.check(grammar)
     with pytest.raises(InvalidRequestError, match="im_end"):
@@ -113,7 +113,7 @@ class LongTokens:
         raise AssertionError("the process encodes by itself")
 
 
-def test_the_size_of_the_vocabulary_does_not_count():
+def test_the_memory_limit_does_not_count_the_vocabulary():
     worker = GrammarWorker(LongTokens(), LongTokens.vocab_size)
     worker.check(Grammar("regex", "a"))
     process = worker._process
@@ -124,7 +124,7 @@ def test_the_size_of_the_vocabulary_does_not_count():
     assert worker._process is process
 
 
-def test_a_vocabulary_that_cannot_be_made_is_not_the_fault_of_a_grammar():
+def test_a_vocabulary_that_cannot_be_built_is_not_an_error_of_the_grammar():
     worker = GrammarWorker(TOKENIZER, 0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="could not be started"):

@@ -1,3 +1,5 @@
+"""Chat templates: output like that of transformers, the sandbox and its limits."""
+
 from datetime import datetime
 from pathlib import Path
 
@@ -182,14 +184,14 @@ THINKING = [*CHAT, {"role": "assistant", "content": "So", "reasoning_content": "
     ],
 )
 @pytest.mark.parametrize("template", [LLAMA3, QWEN, CHAT_TEMPLATE], ids=["llama", "qwen", "plain"])
-def test_renders_as_transformers_does(
+def test_renders_like_transformers(
     template: str, messages: list, options: dict, add_generation_prompt: bool
 ) -> None:
     options = {"add_generation_prompt": add_generation_prompt, **options}
     assert render(template, messages, **options) == reference(template, messages, **options)
 
 
-def test_template_of_the_default_model(smollm2: Path) -> None:
+def test_renders_the_template_of_the_default_model(smollm2: Path) -> None:
     template = open_checkpoint(str(smollm2)).tokenizer().chat_template
     assert template is not None
     for messages in (CHAT, CHAT[1:]):
@@ -198,7 +200,7 @@ def test_template_of_the_default_model(smollm2: Path) -> None:
     assert expected.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
 
 
-def test_the_message_of_the_template_reaches_the_client() -> None:
+def test_an_error_that_the_template_raises_reaches_the_client() -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InvalidRequestError, match="^roles must alternate$") as caught:
         render(template)
@@ -215,7 +217,7 @@ def test_the_message_of_the_template_reaches_the_client() -> None:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed: RecursionError"),
     ],
 )
-def test_a_template_that_fails_is_a_refused_request(template: str, complaint: str) -> None:
+def test_a_failing_template_is_an_invalid_request(template: str, complaint: str) -> None:
     with pytest.raises(InvalidRequestError, match=complaint):
         render(template)
 
@@ -237,7 +239,7 @@ def test_a_template_that_fails_is_a_refused_request(template: str, complaint: st
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_the_sandbox_holds(template: str) -> None:
+def test_the_sandbox_stops_unsafe_templates(template: str) -> None:
     with pytest.raises(InvalidRequestError, match="failed: (SecurityError|UndefinedError|TypeErr)"):
         render(template)
 
@@ -271,18 +273,18 @@ DOUBLED = (
         ("{{ lipsum(n=100000000) }}", "'lipsum' is undefined"),
     ],
 )
-def test_limits(monkeypatch, template: str, complaint: str) -> None:
+def test_limits_stop_expensive_templates(monkeypatch, template: str, complaint: str) -> None:
     monkeypatch.setattr(chat_template, "MAX_RENDER_TIME_S", 0.5)
     with pytest.raises(InvalidRequestError, match=complaint):
         render(template)
 
 
-def test_strings_are_joined_unchanged() -> None:
+def test_strings_are_joined_as_in_transformers() -> None:
     template = "{{ 'a' ~ 1 ~ none ~ messages[0].role ~ [1.5] }}{{ [1] + [2] }}{{ (1 + 2) ~ 'x' }}"
     assert render(template, CHAT[:1]) == reference(template, CHAT[:1], add_generation_prompt=True)
 
 
-def test_arguments_can_have_any_name() -> None:
+def test_arguments_of_macros_can_have_any_name() -> None:
     template = "{% macro f(called, context, self) %}{{ called }}{{ context }}{% endmacro %}"
     assert render(template + "{{ f(called=1, context=2) }}") == "12"
 
@@ -293,7 +295,7 @@ def test_limits_apply_to_each_rendering() -> None:
         assert render(template) == "ok"
 
 
-def test_loops_are_unchanged() -> None:
+def test_loops_work_as_in_jinja() -> None:
     template = (
         "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% else %}none{% endfor %}"
         "{% for x in nothing %}{{ x }}{% else %}none{% endfor %}"
@@ -308,7 +310,7 @@ def test_loops_are_unchanged() -> None:
     assert render(template) == "a1none1/2False2/2True!01"
 
 
-def test_nulls_are_not_shown() -> None:
+def test_null_fields_render_as_nothing() -> None:
     calls = [{"function": {"name": "f", "arguments": {}}}]
     template = "{% for m in messages %}[{{ m.content }}{{ m.name }}]{% endfor %}"
     messages = [
@@ -318,7 +320,7 @@ def test_nulls_are_not_shown() -> None:
     assert render(template, messages) == "[][]"
 
 
-def test_reasoning_under_any_of_its_names() -> None:
+def test_reasoning_has_each_of_its_names_in_the_template() -> None:
     template = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}"
     for name in ("reasoning_content", "reasoning", "thinking"):
         assert render(template, [{"role": "assistant", name: "hm"}]) == "hmhm"
@@ -328,12 +330,12 @@ def test_missing_special_tokens_render_as_nothing() -> None:
     assert render("[{{ bos_token }}{{ pad_token }}]") == "[<s>]"
 
 
-def test_variables_override_nothing() -> None:
+def test_variables_cannot_override_those_of_the_server() -> None:
     shown = "{{ bos_token }} {{ template }} {{ messages|length }} {{ documents }}"
     assert render(shown, template="t", documents=[1], bos_token="x") == "<s> t 4 [1]"
 
 
-def test_strftime_now() -> None:
+def test_strftime_now_formats_the_current_time() -> None:
     assert render("{{ strftime_now('%Y') }}") in {str(datetime.now().year + i) for i in (-1, 0)}
 
 
@@ -352,7 +354,7 @@ def test_strftime_now() -> None:
         ("{% for c in ['x'] %}{{ messages[0].content + c }}{% endfor %}", "hix"),
     ],
 )
-def test_strings_are_lists_of_parts_for_templates_that_want_them(
+def test_strings_become_lists_of_parts_for_templates_that_loop_over_them(
     source: str, expected: str
 ) -> None:
     messages = [{"role": "user", "content": "hi"}]

@@ -1,3 +1,5 @@
+"""The text of streamed tokens: incomplete characters, stop strings and special tokens."""
+
 import itertools
 import random
 
@@ -24,7 +26,7 @@ class Vocabulary:
 
 
 def complete_text(data: bytes) -> str:
-    """Returns the text of data without an unfinished character at its end.
+    """Returns the text of data without an incomplete character at its end.
 
     Python counts surrogates as characters here, and replaces them once they are complete.
     """
@@ -87,7 +89,7 @@ STOP_LETTERS = "aab é€\ufffd"
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_tokens_and_stops(seed: int) -> None:
+def test_random_tokens_have_the_text_of_the_reference(seed: int) -> None:
     rng = random.Random(seed)
     vocabulary = Vocabulary(BYTE_TABLE)
     for _ in range(250):
@@ -113,7 +115,7 @@ def test_random_tokens_and_stops(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_holds_back_no_more_than_could_begin_a_stop(seed: int) -> None:
+def test_holds_back_only_text_that_could_begin_a_stop_string(seed: int) -> None:
     rng = random.Random(100 + seed)
     vocabulary = Vocabulary([b"a", b"b", b"ab", b"c", "é".encode(), b"aa"])
     for _ in range(200):
@@ -126,8 +128,8 @@ def test_holds_back_no_more_than_could_begin_a_stop(seed: int) -> None:
             assert shown == so_far[: len(so_far) - longest_hold(so_far, stops)], (ids, stops)
 
 
-def texts(stop=(), **options):
-    """Pushes texts one by one; returns the text of each push."""
+def pusher(stop=(), **options):
+    """Returns a function that pushes tokens one by one and returns the text of each push."""
 
     def push_all(*tokens: str | bytes) -> list[str]:
         table = [t if isinstance(t, bytes) else t.encode() for t in tokens]
@@ -144,12 +146,12 @@ def texts(stop=(), **options):
 
 
 def test_bytes_are_held_until_the_character_is_complete() -> None:
-    assert texts()(b"\xf0", b"\x9f", b"\x94", b"\xa5", "ok") == ["", "", "", "🔥", "ok"]
+    assert pusher()(b"\xf0", b"\x9f", b"\x94", b"\xa5", "ok") == ["", "", "", "🔥", "ok"]
 
 
-def test_unfinished_character_becomes_one_replacement_at_the_end() -> None:
-    assert texts()("a", b"\xf0\x9f\x94") == ["a", "\ufffd"]
-    assert texts(stop=("zz",))("a", b"\xf0\x9f\x94") == ["a", "\ufffd"]
+def test_an_incomplete_character_at_the_end_becomes_one_replacement() -> None:
+    assert pusher()("a", b"\xf0\x9f\x94") == ["a", "\ufffd"]
+    assert pusher(stop=("zz",))("a", b"\xf0\x9f\x94") == ["a", "\ufffd"]
 
 
 def test_finish_without_tokens_flushes_everything() -> None:
@@ -161,32 +163,32 @@ def test_finish_without_tokens_flushes_everything() -> None:
         assert last.num_tokens_used == 0
 
 
-def test_stop_that_spans_tokens() -> None:
-    push_all = texts(stop=("beta gamma",))
+def test_a_stop_string_may_span_tokens() -> None:
+    push_all = pusher(stop=("beta gamma",))
     assert push_all("alpha", " beta", " gamma", " delta") == ["alpha", " ", ""]
-    push_all = texts(stop=("beta gamma",), include_stop=True)
+    push_all = pusher(stop=("beta gamma",), include_stop=True)
     assert push_all("alpha", " beta", " gamma", " delta") == ["alpha", " ", "beta gamma"]
 
 
-def test_nothing_of_a_stop_is_shown_before_it_completes() -> None:
-    assert texts(stop=("\nUser:",))("hi", "\nUser", ":", "x") == ["hi", "", ""]
+def test_the_start_of_a_stop_string_is_not_shown() -> None:
+    assert pusher(stop=("\nUser:",))("hi", "\nUser", ":", "x") == ["hi", "", ""]
 
 
-def test_held_text_is_shown_when_it_turns_out_not_to_be_a_stop() -> None:
-    assert texts(stop=("\nUser:",))("hi", "\nUs", "e", "d") == ["hi", "", "", "\nUsed"]
-    assert texts(stop=("\nUser:",))("end\nUs") == ["end\nUs"]
+def test_held_text_is_shown_if_no_stop_string_follows() -> None:
+    assert pusher(stop=("\nUser:",))("hi", "\nUs", "e", "d") == ["hi", "", "", "\nUsed"]
+    assert pusher(stop=("\nUser:",))("end\nUs") == ["end\nUs"]
 
 
-def test_stop_inside_a_token() -> None:
-    assert texts(stop=("ob",))(" foobar") == [" fo"]
+def test_a_stop_string_may_be_inside_a_token() -> None:
+    assert pusher(stop=("ob",))(" foobar") == [" fo"]
 
 
-def test_long_stop_that_never_begins_holds_nothing_back() -> None:
-    shown = texts(stop=("Z" * 500,))(*["word "] * 20)
+def test_a_long_stop_string_that_never_begins_holds_nothing_back() -> None:
+    shown = pusher(stop=("Z" * 500,))(*["word "] * 20)
     assert shown == ["word "] * 20
 
 
-def test_earliest_stop_wins_then_the_first_named() -> None:
+def test_the_earliest_stop_string_wins_then_the_first_listed() -> None:
     for stops, winner in (
         (("d", "bc"), "bc"),
         (("bcd", "bc"), "bcd"),
@@ -198,7 +200,7 @@ def test_earliest_stop_wins_then_the_first_named() -> None:
         assert (added.stop_hit, added.num_tokens_used) == (winner, 1)
 
 
-def test_a_stop_that_completes_in_an_earlier_token_wins_however_tokens_are_pushed() -> None:
+def test_the_stop_string_that_is_complete_first_wins_in_any_grouping() -> None:
     vocabulary = Vocabulary([b"abc", b"d"])
     for groups in ([[0], [1]], [[0, 1]]):
         detokenizer = Detokenizer(vocabulary, skip_special_tokens=True, stop=("abcd", "bc"))
@@ -206,14 +208,14 @@ def test_a_stop_that_completes_in_an_earlier_token_wins_however_tokens_are_pushe
         assert (added.text_delta, added.stop_hit, added.num_tokens_used) == ("a", "bc", 1)
 
 
-def test_min_tokens() -> None:
-    push_all = texts(stop=("STOP",), min_tokens=3)
+def test_stop_strings_in_the_first_min_tokens_are_ignored() -> None:
+    push_all = pusher(stop=("STOP",), min_tokens=3)
     assert push_all("a", "STOP", "b", "STOP", "c") == ["a", "STOP", "b", ""]
     # Text of the first tokens is shown at once and cannot begin a stop string.
-    assert texts(stop=("STOP",), min_tokens=1)("ST", "OP", "x") == ["ST", "OP", "x"]
+    assert pusher(stop=("STOP",), min_tokens=1)("ST", "OP", "x") == ["ST", "OP", "x"]
 
 
-def test_special_tokens_are_left_out_unless_asked_for() -> None:
+def test_special_tokens_are_skipped_on_request() -> None:
     tokenizer = tiny_tokenizer()
     ids = tokenizer.encode("hello<|im_end|><think> world")
     for skip, expected in ((True, "hello<think> world"), (False, "hello<|im_end|><think> world")):
@@ -222,8 +224,8 @@ def test_special_tokens_are_left_out_unless_asked_for() -> None:
         assert shown == expected
 
 
-def test_leading_space_is_kept() -> None:
-    assert texts()(" Hello", " world") == [" Hello", " world"]
+def test_a_leading_space_is_kept() -> None:
+    assert pusher()(" Hello", " world") == [" Hello", " world"]
 
 
 def test_unknown_ids_have_no_text() -> None:
@@ -231,7 +233,7 @@ def test_unknown_ids_have_no_text() -> None:
     assert detokenizer.push([0, 7, 0], finished=True).text_delta == "aa"
 
 
-def test_nothing_may_follow_the_end() -> None:
+def test_a_push_after_the_end_is_an_error() -> None:
     for stop, finished in ((("a",), False), ((), True), (("b",), True)):
         detokenizer = Detokenizer(Vocabulary([b"a"]), skip_special_tokens=True, stop=stop)
         detokenizer.push([0], finished=finished)

@@ -1,4 +1,4 @@
-"""The private state of decoders in the tokenizers package is as token_bytes.py reads it."""
+"""The private state of decoders in the tokenizers package, as token_bytes.py expects it."""
 
 import json
 from typing import Any
@@ -32,14 +32,14 @@ SENTENCEPIECE = [
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else "",
 )
-def test_the_state_of_a_decoder(decoder: Any, expected: dict[str, Any]) -> None:
+def test_a_decoder_has_the_expected_state(decoder: Any, expected: dict[str, Any]) -> None:
     state = json.loads(decoder.__getstate__())
     assert {**state, **expected} == state, (
         "the tokenizers package changed the state of its decoders: adapt text/token_bytes.py"
     )
 
 
-def test_the_state_of_a_sequence() -> None:
+def test_a_sequence_has_the_states_of_its_decoders() -> None:
     state = json.loads(decoders.Sequence(SENTENCEPIECE).__getstate__())
     parts = [json.loads(decoder.__getstate__()) for decoder in SENTENCEPIECE]
     assert state == {"type": "Sequence", "decoders": parts}
@@ -62,6 +62,8 @@ def backend_with(decoder: Any) -> Tokenizer:
         (decoders.Metaspace(prepend_scheme="never"), "<0x0A>", b"<0x0A>", False),
     ],
 )
-def test_bytes_of_a_token(decoder: Any, name: str, data: bytes, strips: bool) -> None:
+def test_byte_rule_finds_the_bytes_of_a_token(
+    decoder: Any, name: str, data: bytes, strips: bool
+) -> None:
     to_bytes, strips_first_space = byte_rule(backend_with(decoder))
     assert (to_bytes(name), strips_first_space) == (data, strips)

@@ -1,3 +1,5 @@
+"""Tokenizers of checkpoints: bytes of tokens, special tokens, files and chat templates."""
+
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +65,7 @@ def sentencepiece_backend(*, strips: bool = True) -> Backend:
     return backend
 
 
-def test_bytes_of_tokens_make_up_the_text() -> None:
+def test_the_bytes_of_tokens_form_the_text() -> None:
     rng = random.Random(0)
     tokenizer = tiny_tokenizer()
     for _ in range(500):
@@ -75,10 +77,10 @@ def test_bytes_of_tokens_make_up_the_text() -> None:
 
 def test_every_byte_is_a_token() -> None:
     tokenizer = tiny_tokenizer()
-    of_one = [tokenizer.token_bytes(i) for i in range(256)]
-    assert sorted(of_one) == [bytes([i]) for i in range(256)]
-    assert tokenizer.token_text(of_one.index(b"\xff")) == "\ufffd"
-    assert tokenizer.token_text(of_one.index(b"a")) == "a"
+    single_bytes = [tokenizer.token_bytes(i) for i in range(256)]
+    assert sorted(single_bytes) == [bytes([i]) for i in range(256)]
+    assert tokenizer.token_text(single_bytes.index(b"\xff")) == "\ufffd"
+    assert tokenizer.token_text(single_bytes.index(b"a")) == "a"
 
 
 def test_cached_texts_are_strings_only_for_whole_characters() -> None:
@@ -101,7 +103,7 @@ def test_unknown_ids_are_empty_and_not_cached() -> None:
     assert tokenizer.decode([-1, 2**40]) == ""
 
 
-def test_special_tokens_in_a_text_are_recognised_and_left_out_of_it() -> None:
+def test_special_tokens_in_a_text_are_encoded_and_skipped_when_decoded() -> None:
     tokenizer = tiny_tokenizer()
     ids = tokenizer.encode(f"a{BOS}b<think>c{EOS}")
     assert tokenizer.bos_token_id in ids
@@ -119,7 +121,7 @@ def test_added_tokens_are_plain_text_in_a_byte_level_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_decodes_as_the_backend_does(seed: int) -> None:
+def test_decodes_like_the_backend(seed: int) -> None:
     rng = random.Random(seed)
     tokenizer, backend = tiny_tokenizer(), tiny_backend()
     ids = [rng.randrange(tokenizer.vocab_size) for _ in range(300)]
@@ -129,7 +131,7 @@ def test_decodes_as_the_backend_does(seed: int) -> None:
         )
 
 
-def test_sentencepiece_bytes_and_spaces() -> None:
+def test_sentencepiece_tokens_have_their_bytes_and_spaces() -> None:
     tokenizer = Tokenizer(sentencepiece_backend(), special_tokens={"bos_token": "<s>"})
     ids = tokenizer.encode("Hello Hello€", add_special_tokens=False)
     assert [tokenizer.token_bytes(i) for i in ids] == [
@@ -142,12 +144,12 @@ def test_sentencepiece_bytes_and_spaces() -> None:
     assert tokenizer.token_texts(skip_special_tokens=True)[ids[0]] == " Hello"
 
 
-def test_sentencepiece_without_a_first_space() -> None:
+def test_sentencepiece_may_add_no_first_space() -> None:
     tokenizer = Tokenizer(sentencepiece_backend(strips=False), special_tokens={})
     assert tokenizer.decode(tokenizer.encode(" Hello")) == " Hello"
 
 
-def test_unfinished_bytes_do_not_spoil_their_neighbours() -> None:
+def test_an_incomplete_character_does_not_affect_its_neighbours() -> None:
     # The backend replaces every byte of a run that has an invalid one.
     tokenizer = Tokenizer(sentencepiece_backend(), special_tokens={})
     ids = tokenizer.encode("H€", add_special_tokens=False)
@@ -162,7 +164,7 @@ def test_unfinished_bytes_do_not_spoil_their_neighbours() -> None:
         (decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]), "ByteLevel"),
     ],
 )
-def test_unknown_decoders_are_refused(decoder: Any, complaint: str) -> None:
+def test_rejects_unknown_decoders(decoder: Any, complaint: str) -> None:
     backend = tiny_backend()
     backend.decoder = decoder
     with pytest.raises(CheckpointError, match=complaint):
@@ -186,7 +188,9 @@ def template(backend: Backend, form: str) -> Backend:
         ("$A", True, 1),
     ],
 )
-def test_tokens_that_begin_a_text(form: str, add_bos: bool | None, num_first: int) -> None:
+def test_a_text_begins_with_the_bos_token_if_configured(
+    form: str, add_bos: bool | None, num_first: int
+) -> None:
     tokenizer = Tokenizer(
         template(tiny_backend(), form), special_tokens=SPECIAL_TOKENS, add_bos=add_bos
     )
@@ -196,7 +200,7 @@ def test_tokens_that_begin_a_text(form: str, add_bos: bool | None, num_first: in
     assert tokenizer.encode("", add_special_tokens=False) == []
 
 
-def test_folder_with_settings(tmp_path: Path) -> None:
+def test_reads_a_folder_with_settings(tmp_path: Path) -> None:
     folder = write(
         tmp_path,
         bos_token={"content": BOS, "lstrip": False, "special": True},
@@ -211,7 +215,7 @@ def test_folder_with_settings(tmp_path: Path) -> None:
     assert tokenizer.chat_template == "plain"
 
 
-def test_folder_with_only_a_tokenizer(tmp_path: Path) -> None:
+def test_reads_a_folder_with_only_a_tokenizer(tmp_path: Path) -> None:
     tiny_backend().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.special_tokens == {}
@@ -220,7 +224,7 @@ def test_folder_with_only_a_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
 
 
-def test_special_tokens_from_the_older_file(tmp_path: Path) -> None:
+def test_reads_special_tokens_from_the_older_file(tmp_path: Path) -> None:
     write(tmp_path, eos_token="<think>")
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(SPECIAL_TOKENS))
     tokenizer = Tokenizer.from_folder(tmp_path)
@@ -228,7 +232,7 @@ def test_special_tokens_from_the_older_file(tmp_path: Path) -> None:
     assert tokenizer.eos_token_id in tokenizer.special_ids
 
 
-def test_named_tokens_that_the_vocabulary_lacks_get_no_id(tmp_path: Path) -> None:
+def test_named_tokens_outside_the_vocabulary_get_no_id(tmp_path: Path) -> None:
     size = tiny_tokenizer().vocab_size
     tokenizer = Tokenizer.from_folder(write(tmp_path, pad_token="[PAD]"))
     assert tokenizer.vocab_size == size
@@ -253,7 +257,7 @@ def test_named_tokens_that_the_vocabulary_lacks_get_no_id(tmp_path: Path) -> Non
         ({"chat_template": [{"name": "rag", "template": "rag"}]}, {}, None),
     ],
 )
-def test_chat_template_of_a_folder(
+def test_reads_the_chat_template_of_a_folder(
     tmp_path: Path, config: dict, files: dict, expected: str | None
 ) -> None:
     write(tmp_path, **config)
@@ -262,7 +266,7 @@ def test_chat_template_of_a_folder(
     assert Tokenizer.from_folder(tmp_path).chat_template == expected
 
 
-def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_disabled(tmp_path: Path) -> None:
     backend = tiny_backend()
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
@@ -280,7 +284,9 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
         ("tokenizer_config.json", "{", "tokenizer_config.json is not a JSON object"),
     ],
 )
-def test_damaged_folders(tmp_path: Path, name: str, content: str | None, complaint: str) -> None:
+def test_rejects_damaged_folders(
+    tmp_path: Path, name: str, content: str | None, complaint: str
+) -> None:
     write(tmp_path)
     if content is None:
         (tmp_path / name).unlink()
@@ -301,7 +307,7 @@ def test_older_files_are_converted(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
-def test_lone_surrogates_are_an_invalid_request() -> None:
+def test_rejects_lone_surrogates() -> None:
     with pytest.raises(InvalidRequestError, match="lone surrogates"):
         tiny_tokenizer().encode("abc\ud83d")
 
@@ -309,13 +315,13 @@ def test_lone_surrogates_are_an_invalid_request() -> None:
 def test_threads_get_their_own_results() -> None:
     rng = random.Random(1)
     tokenizer = tiny_tokenizer()
-    given = [random_text(rng) * 20 for _ in range(200)]
-    expected = [tokenizer.encode(text) for text in given]
+    inputs = [random_text(rng) * 20 for _ in range(200)]
+    expected = [tokenizer.encode(text) for text in inputs]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(tokenizer.encode, given)) == expected
+        assert list(pool.map(tokenizer.encode, inputs)) == expected
 
 
-def test_long_texts_without_spaces() -> None:
+def test_encodes_long_texts_without_spaces() -> None:
     tokenizer = tiny_tokenizer()
     for text in ("hello" * 40_000, " " * 200_000, "漢" * 100_000):
         assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -50,7 +50,7 @@ def test_defaults_depend_on_the_platform() -> None:
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == (256, 8192)
 
 
-def test_does_not_change_the_config() -> None:
+def test_resolve_sizes_does_not_change_the_config() -> None:
     config = EngineConfig()
     before = dataclasses.asdict(config)
     resolve_sizes(config, CPU, context_length=512, bytes_per_token=64)

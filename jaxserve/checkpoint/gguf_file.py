@@ -72,7 +72,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file. Opening it reads metadata and tensor entries and checks that none is cut off.
+    """A GGUF file. Opening it reads metadata and tensor entries, and checks that nothing is missing.
 
     Attributes:
       path: the file.
@@ -107,7 +107,7 @@ class _Header:
         self._path, self._data, self._at = path, data, 0
 
     def metadata(self) -> tuple[dict[str, Any], int]:
-        """Reads the metadata fields and the number of tensors."""
+        """Reads the metadata fields, and returns them and the number of tensors."""
         if (magic := self._data[:4]) != b"GGUF":
             hint = "a git-lfs pointer; run `git lfs pull`" if magic == b"vers" else repr(magic)
             raise CheckpointError(f"{self._path} is not a GGUF file: it starts with {hint}")
@@ -139,7 +139,8 @@ class _Header:
             block_elements, _ = GGML_QUANT_SIZES[tensor.type]
             if shape[-1] % block_elements:
                 raise self._damaged(
-                    f"tensor {name} has rows of {shape[-1]}, not a multiple of {block_elements}"
+                    f"tensor {name} has rows of {shape[-1]} elements, not a multiple of "
+                    f"{block_elements}"
                 )
             end = tensor.offset + tensor.num_bytes
             if end > len(self._data):

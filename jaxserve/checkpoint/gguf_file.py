@@ -72,7 +72,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file. Opening it reads metadata and tensor entries, and checks that nothing is missing.
+    """A GGUF file. Opening it reads metadata and tensor entries and checks that they are complete.
 
     Attributes:
       path: the file.

@@ -20,9 +20,8 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxserve.device import Device
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache, LayerIndex
 
-# The score of a position that a query does not see. With -inf, a query that has not seen a visible
-# position yet would get NaN. With a finite score it gets equal weights, which the first real score
-# scales to zero.
+# The score of a position that a query does not see. -inf would give NaN to a query that has no
+# visible position yet. This score gives it equal weights, which the first real score makes zero.
 _MASKED = -1e30
 # Floats of keys that a decode tile reads at a time. Measurements show little effect near this size.
 _DECODE_CHUNK_FLOATS = 2**19
@@ -163,9 +162,8 @@ def _decode(
     num_kv_heads, block_size = cache.kv.k.shape[3], cache.block_size
     tile, chunk_blocks = _decode_tile(num_rows, tables.shape[1], cache)
     chunk = chunk_blocks * block_size
-    # Unused entries of the block tables may be out of range.
     used = jnp.arange(tables.shape[1]) * block_size < seq_lens[:, None]
-    tables = jnp.where(used, tables, 0)
+    tables = jnp.where(used, tables, 0)  # unused entries may be out of range
 
     order = jnp.argsort(-seq_lens)
     padding = (0, -num_rows % tile)

@@ -1,6 +1,6 @@
 """Checks the kernels at the end of a cache of more than 4 GiB, where offsets do not fit 32 bits.
 
-Real caches are larger than that; the caches of the other checks are small.
+Real caches are that large, but those of the other checks are small.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: its subject, its figures, and the problem, if there is one."""
+    """One line of the table: its subject, its figures, and the problem or an empty string."""
 
     what: str
     values: dict[str, Any] = field(default_factory=dict)

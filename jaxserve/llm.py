@@ -224,7 +224,7 @@ class LLM:
         async def answer(i: int) -> LLMOutput:
             return await collect(deltas[i], outputs[i], self._text_engine.model.tokenizer)
 
-        # Enough completions to fill every row again as soon as it is free.
+        # Enough prompts in flight that no row waits for the next prompt.
         limit = 2 * self._text_engine.engine.ready.max_num_seqs
         num_tokens = 0
         with tqdm(total=len(outputs), desc="Processed prompts", disable=not use_tqdm) as bar:

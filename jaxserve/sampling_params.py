@@ -71,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       top_k: 0 or -1 for off, else >= 1. Keep this many of the most likely tokens.
       min_p: in [0, 1]. Keep tokens whose probability is at least this fraction of the highest one.
       seed: int64, or None for a random one. Prompt, parameters and seed determine the completion,
-        whatever else is in the batch.
+        independently of other requests in the batch.
       max_tokens: >= 1, or None for the rest of the context.
       min_tokens: >= 0. End tokens and stop token IDs are not sampled before this many tokens.
       stop: stop strings, which end the completion.
@@ -82,7 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       logprobs: return the log probability of each sampled token and of this many most likely ones;
         -1 for all tokens, None for off. `within_logprobs` checks the limit of the server.
       prompt_logprobs: the same for each token of the prompt but the first, or None for off.
-      logit_bias: token ID -> value to add to its logit; values beyond +-100 act like +-100.
+      logit_bias: token ID -> value to add to its logit. Values are clipped to [-100, 100].
       allowed_token_ids: the only tokens to sample, or None for all. Cannot be combined with a
         grammar.
       bad_words_token_ids: token sequences that the completion must not contain: the last token of a

@@ -77,7 +77,7 @@ class AttentionSpec:
         _, _, block_size, num_kv_heads, head_dim = k_cache.shape
         num_heads = q.shape[-2]
         if q.shape[-1] != head_dim:
-            raise ValueError(f"q has heads of {q.shape[-1]}, the cache has heads of {head_dim}")
+            raise ValueError(f"q must have heads of {head_dim} like the cache, got {q.shape[-1]}")
         limits.check_supported(
             head_dim=head_dim,
             block_size=block_size,

@@ -25,7 +25,7 @@ Cache = Num[Array, "layers blocks block_size kv_heads head_dim"]
 """The keys or the values of all layers, in a dtype of `CACHE_DTYPES`."""
 
 Scales = Float32[Array, "_ _"]
-"""f32[num_layers, num_kv_heads]: the factor of each layer's and KV head's entries in a cache."""
+"""f32[num_layers, num_kv_heads]: the factor of the cache entries of each layer and KV head."""
 
 LayerIndex = Int32[Array, ""] | int
 """The index of a layer in the cache, in [0, num_layers); may be traced."""
@@ -103,9 +103,9 @@ def check_cache(
     shape = (k_cache.shape[0], k_cache.shape[3])
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and not is_quantized(k_cache.dtype):
-            raise ValueError(f"{name} is for 8-bit caches, the cache is {k_cache.dtype.name}")
+            raise ValueError(f"{name} must be None for a cache of {k_cache.dtype.name}")
         if scale is None and k_cache.dtype == jnp.int8:
-            raise ValueError(f"an int8 cache needs {name}, float32 of shape {shape}")
+            raise ValueError(f"{name} must have shape {shape} for an int8 cache, got None")
         if scale is not None:
             check_shape(name, scale, shape)
 

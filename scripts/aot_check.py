@@ -15,7 +15,7 @@ instructions that are recomputed to save memory.
 Exits with 1 if a case does not compile, spills, or copies an array that it should write in place,
 or if a step is not one CUDA graph or recomputes anything. Exits with 2 if the compiler is not
 installed: the wheels jax-cuda13-plugin and jax-cuda13-pjrt for the installed version of jax, and a
-ptxas for PTX 9.0 or newer, which counts the registers. Needs neither a CUDA driver nor the toolkit.
+ptxas for PTX 9.0 or newer, which counts the registers. The wheels need no CUDA driver or toolkit.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class PreTokenizer:
     Attributes:
       split: regular expression that matches one word; None for the expression of GPT-2.
       splits_digits: first makes every digit a separate word.
-      ignores_merges: a word that is a token becomes that token, whatever the merges are.
+      ignores_merges: a word that is a token becomes that token, without merges.
       composes: first normalises text to Unicode NFC.
       adds_bos: puts the bos token before text, unless the file says otherwise.
     """

@@ -11,7 +11,7 @@ _NOT_FREE = -1
 
 
 class BlockPool:
-    """Hands out ``num_blocks`` blocks, of which block 0 is reserved.
+    """Hands out the blocks 1 to ``num_blocks`` - 1. Block 0 is reserved.
 
     Free blocks form a doubly linked ring with block 0 as the sentinel. So taking the first block,
     appending a block and unlinking a block from the middle are O(1), and the empty list needs no

@@ -71,8 +71,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
       request_id: the request.
       row: the engine row of the request, in ``[0, max_num_seqs)``. A request keeps its row from
         admission until it finishes or is preempted.
-      is_new: whether the request was admitted in this step, so that the row still holds the data of
-        an earlier request.
+      is_new: whether the request was admitted in this step, so that the row may still hold the data
+        of an earlier request.
       start: position of the first token.
       num_tokens: number of tokens, at least 1.
       token_ids: the token IDs at these positions. Empty if the host does not know the only token

@@ -145,8 +145,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Applies the result of a step. Call it once per plan, in the order of the steps.
 
-        Returns one output for each sampled token of a request that is still alive. A pooling
-        request has one output, with its vector and without tokens.
+        Returns one output for each sampled token of a request that has not ended. A pooling request
+        has one output, with its vector and without tokens.
         """
         drafted = list(zip(self._in_flight.pop(plan.step_id), plan.scheduled, strict=True))
         _add_prompt_logprobs(drafted, result)

@@ -165,8 +165,9 @@ def _allocate(
     config: EngineConfig, spec: ModelSpec, dtype: str, phase: Phase
 ) -> tuple[Sizes, kv_cache.KVCache]:
     """Resolves the sizes and allocates the KV cache. The weights must be in place."""
-    # Reads the device again: the cache gets the memory that the weights have left. JAX's pool is
-    # `pool_fraction` of the GPU's memory, of which weights and cache may take `memory_fraction`.
+    # Reads the device again: the cache gets the memory that the weights have left. JAX reserved
+    # `pool_fraction` of the GPU's memory as its pool. Weights and cache may take `memory_fraction`
+    # of the GPU's memory, which is this part of the pool.
     pool_part = config.cache.memory_fraction / config.cache.pool_fraction
     device = current_device(pool_part=pool_part)
     shape = {

@@ -13,8 +13,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Decision
 
 CPU_CACHE_BYTES = 768 * MIB
-"""Bytes of KV cache on a CPU, whose memory other programs share. More if one full-length request
-needs it.
+"""Bytes of KV cache on a CPU, whose memory other programs share. If one full-length request needs
+more, the cache is larger.
 """
 
 

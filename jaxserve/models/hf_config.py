@@ -14,7 +14,7 @@ from jaxserve.ops.elementwise import ACTIVATIONS
 
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
-"""A larger number of layers, or any other larger size, means that config.json is damaged."""
+"""Sizes above these limits mean that config.json is damaged."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 

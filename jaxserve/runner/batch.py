@@ -19,9 +19,9 @@ from jaxserve.runner.buckets import Bucket
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step, besides weights and cache.
+    """The inputs of a step other than weights and cache.
 
-    T is the padded number of tokens, R of requests; S is the number of engine rows.
+    T and R are the padded numbers of tokens and requests; S is the number of engine rows.
 
     Attributes:
       tokens: i32[T]; padding 0.

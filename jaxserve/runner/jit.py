@@ -71,7 +71,7 @@ class CompilationLog:
 
     @contextlib.contextmanager
     def expected(self) -> Iterator[None]:
-        """Silences the warnings while no request is running."""
+        """Turns the warnings off, for compilations while no request is running."""
         self._is_expected = True
         try:
             yield

@@ -1,7 +1,7 @@
 """Computes log probabilities of the tokens of prompts from the hidden states of a step.
 
 The logits of a whole prompt would take much memory, so they are computed for a fixed number of rows
-at a time. Because it is fixed, there is only one program for each number of most likely tokens.
+at a time. With a fixed number of rows, each number of most likely tokens needs only one program.
 """
 
 from __future__ import annotations

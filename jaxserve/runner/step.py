@@ -52,7 +52,7 @@ class LanguageModel(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepState:
-    """The state on the device that one step leaves to the next.
+    """The state on the device that one step passes to the next.
 
     Attributes:
       kv: the KV cache.

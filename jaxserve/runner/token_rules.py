@@ -1,4 +1,4 @@
-"""The rules of a request about single tokens, from which the sampler's inputs are built."""
+"""The token rules of a request, from which the sampler's inputs are built."""
 
 from __future__ import annotations
 
@@ -88,13 +88,12 @@ class TokenCounts:
 class BadWords:
     """Token sequences whose last token must not follow their other tokens in the output.
 
-    The sequences are indexed by the token before the last one, so that a step need not go through
-    all of them.
+    The sequences are indexed, so that a step need not go through all of them.
     """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
-        # `blocked` looks up words by the last token that the host knows. This is the word's last
-        # but one token, or the token before that if the host does not know the newest token yet.
+        # `blocked` looks up words by the last token that the host knows. It must be the second-last
+        # token of the word, or the third-last if the host does not know the newest token yet.
         self._single = [word[-1] for word in words if len(word) == 1]
         self._pairs = [word for word in words if len(word) == 2]
         self._by_second_last: dict[int, list[tuple[int, ...]]] = defaultdict(list)

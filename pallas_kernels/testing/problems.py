@@ -20,8 +20,8 @@ SPARE_BLOCKS = 3
 BAD_BLOCK = 10**6
 
 TOLERANCE = {"bfloat16": 1.5e-2, "float16": 2e-3, "float32": 1e-5}
-"""The largest relative error of an output row, by dtype: both products round their inputs, and the
-result is rounded.
+"""The largest relative error of an output row, by dtype. Both products round their inputs, and the
+result is rounded too.
 """
 
 NumpyCache = Num[np.ndarray, "layers blocks block_size kv_heads head_dim"]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gpu.errors import beyond
+from gpu.errors import accuracy_problem
 from gpu.large_cache import check_large_cache
 from gpu.options import Options
 from gpu.report import Report
@@ -78,7 +78,7 @@ def _attention(
     _poison(problem.q.nbytes * 64)
     out = kernel(*on_device, LAYER, **problem.options, interpret=interpret)
     error = problem.error(out)
-    report.add(what, problem=beyond(error, TOLERANCE[shape.dtype]), error=error)
+    report.add(what, problem=accuracy_problem(error, TOLERANCE[shape.dtype]), error=error)
 
 
 def _write(report: Report, rng: np.random.Generator, dtype: str, interpret: bool) -> None:

@@ -49,7 +49,7 @@ class Report:
 
 
 def facts(findings: Iterable[Finding]) -> dict[str, float]:
-    """Returns the figures of ``findings`` by name; later ones win."""
+    """Returns the figures of ``findings`` by name; the last figure of a name wins."""
     merged: dict[str, float] = {}
     for finding in findings:
         merged |= finding.values

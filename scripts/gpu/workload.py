@@ -75,7 +75,7 @@ def chained(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _filled(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns repeated random numbers. They need little memory to make, and take the same time."""
+    """Returns repeated random numbers, which need little memory to make and do not change times."""
     few = min(shape[1], 64)
     some = jax.random.normal(jax.random.key(seed), (1, few, *shape[2:]), dtype)
     repeats = -(-shape[1] // few)

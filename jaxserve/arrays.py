@@ -1,12 +1,12 @@
-"""The array type of the fields of pytrees, for annotations such as ``Int32[Leaf, " tokens"]``."""
+"""The type of array fields in pytrees, for annotations such as ``Int32[Leaf, " tokens"]``."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jax import Array as Leaf
 else:
-    # A pytree is also made of numpy arrays on the host and of jax.ShapeDtypeStruct while jax looks
-    # at shapes only. Checks at run time therefore ask for a shape and a dtype and no array type.
+    # The leaves may also be numpy arrays, or jax.ShapeDtypeStruct while jax looks at shapes only.
+    # Run-time checks therefore test the shape and the dtype, not the array type.
     Leaf = Any
 
 __all__ = ["Leaf"]

@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, ...] = ()) -> None:
-    """Adds ``--field-name`` for every field of a dataclass made with `config.setting`.
+    """Adds ``--field-name`` for each field of a dataclass that `config.setting` declares.
 
     A boolean becomes ``--x / --no-x``, and a Literal accepts its values. A tuple accepts several
-    values after the flag and can be repeated.
+    values after the flag and can be repeated. Fields named in ``skip`` get no flag.
     """
     types_of = typing.get_type_hints(group)
     heading = (group.__doc__ or "").splitlines()[0].removesuffix(".")
@@ -29,14 +29,15 @@ def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, 
         section.add_argument(
             flag,
             dest=field.name,
+            # The action "extend" cannot append to a tuple.
             default=None if field.default == () else field.default,
             help=field.metadata["help"] + _default_text(field.default),
-            **_kind(types_of[field.name]),
+            **_argparse_keywords(types_of[field.name]),
         )
 
 
 def read_flags(args: argparse.Namespace, group: type[T]) -> T:
-    """Builds a dataclass from the parsed flags."""
+    """Builds a dataclass from the parsed flags. Fields without a flag keep their defaults."""
     values = {}
     for field in dataclasses.fields(group):  # type: ignore
         value = getattr(args, field.name, None)
@@ -58,13 +59,13 @@ def read_engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{name: read_flags(args, group) for name, group in hints.items()})
 
 
-def _kind(hint: Any) -> dict[str, Any]:
+def _argparse_keywords(hint: Any) -> dict[str, Any]:
     """Returns the argparse keywords for a field of this type."""
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return _kind(next(a for a in inner if a is not type(None)))
+        return _argparse_keywords(next(a for a in inner if a is not type(None)))
     if origin is typing.Literal:
         return {"choices": inner}
     if origin is tuple:

@@ -1,7 +1,7 @@
 """The settings of an engine, in small frozen groups.
 
-A config is what the user asked for and is never written back. `engine.sizing` settles what depends
-on the model and on the device.
+A config holds the values that the user asked for, and nothing changes it later. `engine.sizing`
+resolves the settings that depend on the model and the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "proc
 def setting(default: Any, help: str) -> Any:
     """Declares a field that is also a command line flag, with its help text.
 
-    The flag's help ends with the default unless that is None or empty; ``help`` names those.
+    The default is appended to the flag's help. If it is None or empty, ``help`` must describe it.
     """
     return field(default=default, metadata={"help": help})
 
@@ -39,7 +39,7 @@ class ModelConfig:
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto",
-        "type of weights and activations; auto is bfloat16 if the device computes in it natively, "
+        "dtype of weights and activations; auto is bfloat16 if the device computes in it natively, "
         "else float32",
     )
     max_model_len: int | None = setting(
@@ -83,8 +83,8 @@ class CacheConfig:
     def pool_fraction(self) -> float:
         """The fraction of the GPU's memory that JAX reserves.
 
-        Half of what weights and cache leave is for running steps; the other half stays free for the
-        driver and the compiler.
+        Weights and KV cache take ``memory_fraction``. Half of the rest is for running steps; the
+        other half stays free for the driver and the compiler.
         """
         return (1 + self.memory_fraction) / 2
 
@@ -94,7 +94,7 @@ class SchedulerConfig:
     """The limits of a step, and the order of requests."""
 
     max_num_seqs: int | None = setting(
-        None, "largest number of running requests (default: 64 on a CPU, 256 on a GPU)"
+        None, "largest number of running completions (default: 64 on a CPU, 256 on a GPU)"
     )
     max_num_batched_tokens: int | None = setting(
         None, "largest number of tokens in a step (default: 512 on a CPU, 8192 on a GPU)"
@@ -132,7 +132,7 @@ class LogprobsConfig:
             )
 
     def limit(self, vocab_size: int) -> int:
-        """Returns the most tokens that a request may ask for, given the size of the vocabulary."""
+        """Returns ``max_logprobs``, with the size of the vocabulary in place of -1."""
         return vocab_size if self.max_logprobs == -1 else self.max_logprobs
 
 

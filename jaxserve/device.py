@@ -1,4 +1,4 @@
-"""Facts about the device that an engine runs on. Host-only: `runner.device` reads them from jax."""
+"""Facts about the device that an engine runs on. `runner.device` reads them from jax."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Device:
 
     Attributes:
       platform: "cpu" or "gpu".
-      kind: the product name, for people.
-      free_bytes: memory left for weights and KV cache when this was read.
+      kind: the product name, shown to the user.
+      free_bytes: bytes that were free for weights and KV cache when the facts were read.
       has_native_bf16: whether the hardware computes in bfloat16.
       compute_capability: (major, minor) of an NVIDIA GPU; None on any other device.
       num_cores: streaming multiprocessors of an NVIDIA GPU; None on any other device.

@@ -1,11 +1,11 @@
-"""Errors that a user can cause. Each message names the fault, the expected value and the given one.
+"""Errors whose messages are written for users: the fault, the expected value and the actual one.
 
 Broken invariants of jaxserve itself are assertions, never these errors.
 """
 
 
 class JaxserveError(Exception):
-    """Base class of every error that a user can cause."""
+    """Base class of the errors that are reported to users."""
 
 
 class ConfigError(JaxserveError):
@@ -24,8 +24,8 @@ class InvalidRequestError(JaxserveError):
     """A request is invalid.
 
     Attributes:
-      message: the message, also that of the exception.
-      param: name of the invalid field in the HTTP API, or None.
+      message: the same as ``str(error)``.
+      param: name of the invalid field in the HTTP API, or None if the error is not in one field.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -39,7 +39,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class UnknownModelError(JaxserveError):
-    """A request names a model that is not among the models ``served`` here."""
+    """A request names a model that is not one of the ``served`` models."""
 
     def __init__(self, name: str, served: tuple[str, ...]) -> None:
         super().__init__(

@@ -47,12 +47,12 @@ T = TypeVar("T")
 Messages: TypeAlias = list[dict[str, Any]]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Encoded: TypeAlias = tuple[str | None, list[int]]
-"""The string of a prompt, if it was given as one, and its token IDs."""
+"""A prompt: its string, or None if the caller gave token IDs, and its token IDs."""
 
 logger = logging.getLogger(__name__)
 
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
-"""Exists on machines with the driver of NVIDIA."""
+"""Exists on machines with the NVIDIA driver."""
 
 
 class LLM:
@@ -61,15 +61,16 @@ class LLM:
     Methods may be called from any thread; concurrent calls share the engine. An interrupt (Ctrl-C)
     aborts a call, and the engine can be used again.
 
-    The constructor sets ``XLA_CLIENT_MEM_FRACTION`` unless it is set, so that jax takes the part of
-    a GPU that ``memory_fraction`` needs. jax reads it once: make the `LLM` before jax is used.
+    Unless ``XLA_CLIENT_MEM_FRACTION`` is set, the constructor sets it to the fraction of the GPU's
+    memory that ``memory_fraction`` needs. jax reads the variable once, when it is first used, so
+    create the `LLM` before that.
 
     Args:
-      model: as ``--model``; None: the default model.
+      model: a value of the flag ``--model``; None for the default model.
       factory: ``module:function`` that builds the engine.
       show_progress: print the progress of loading.
-      **settings: any other field of the groups of `EngineConfig`, under the name of its flag:
-        dtype="float32", max_model_len=2048, num_blocks=512...
+      **settings: any other field of the groups of `EngineConfig`, for example dtype="float32",
+        max_model_len=2048 or num_blocks=512.
 
     Raises:
       ConfigError: a setting is unknown or invalid.
@@ -97,7 +98,7 @@ class LLM:
         build = load_factory(factory)
         on_progress = ProgressLines() if show_progress else _ignore
         background = _Background()
-        # Also runs at interpreter exit: a thread inside jax must not outlive the interpreter.
+        # The finalizer also runs at interpreter exit, which no thread inside jax may outlive.
         self._close = weakref.finalize(self, background.close)
         self._call = background.call
         try:
@@ -122,11 +123,12 @@ class LLM:
         Args:
           prompts: a string, token IDs, ``{"prompt": string}`` or ``{"prompt_token_ids": ids}``, or
             a list of these.
-          sampling_params: for all prompts, or a list with one for each; None: the model's defaults.
+          sampling_params: one object for all prompts, or a list with one for each prompt; None for
+            the model's defaults.
           use_tqdm: show a progress bar.
 
         Raises:
-          InvalidRequestError: a prompt or its parameters cannot be served; then none has run.
+          InvalidRequestError: a prompt or its parameters are invalid. No prompt has run then.
           EngineDeadError: the engine has failed.
         """
         return self._call(self._generate(as_prompts(prompts), sampling_params, use_tqdm))
@@ -141,7 +143,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[LLMOutput]:
-        """Answers one or several conversations; otherwise like `generate`.
+        """Answers one or several conversations. Returns and raises the same as `generate`.
 
         Args:
           messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists.
@@ -169,7 +171,7 @@ class LLM:
         return self._text_engine.model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the parameters of calls that give none."""
+        """Returns the parameters that `generate` and `chat` use when they are given none."""
         return SamplingParams(**self._text_engine.model.defaults.sampling)  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -222,6 +224,7 @@ class LLM:
         async def answer(i: int) -> LLMOutput:
             return await collect(deltas[i], outputs[i], self._text_engine.model.tokenizer)
 
+        # Enough prompts in flight that no row waits for the next prompt.
         limit = 2 * self._text_engine.engine.ready.max_num_seqs
         num_tokens = 0
         with tqdm(total=len(outputs), desc="Processed prompts", disable=not use_tqdm) as bar:
@@ -248,7 +251,11 @@ class _Background:
         return self._engine
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the loop and returns its result; an interrupt cancels it."""
+        """Runs a coroutine on the loop and returns its result. An interrupt cancels the coroutine.
+
+        Raises:
+          EngineDeadError: the LLM has been closed.
+        """
         if self._loop.is_closed():
             work.close()
             raise EngineDeadError("this LLM has been closed")
@@ -269,7 +276,7 @@ class _Background:
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
-    """Returns the config with these fields, each put into its group.
+    """Returns the config with these settings, each in its group.
 
     Raises:
       ConfigError: a setting is unknown; the message lists them all.
@@ -287,14 +294,15 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
 
 
 def ask_for_memory(config: EngineConfig, environment: MutableMapping[str, str]) -> None:
-    """Sets the part of a GPU that jax takes; warns if jax may have taken its part already."""
+    """Sets the share of a GPU's memory that jax reserves; warns if that may come too late."""
     settings = memory_settings(config.cache, environment)
     environment.update(settings)
     if settings and "jax" in sys.modules and NVIDIA_DRIVER.exists():
         wanted = ", ".join(f"{name}={value}" for name, value in settings.items())
         logger.warning(
-            "jax was imported before; if it has been used, it keeps its own part of a GPU, "
-            "whatever memory_fraction says: make the LLM before that, or set %s in the environment",
+            "jax was imported before this LLM was created. If jax has been used, it has reserved "
+            "its default share of the GPU's memory, and memory_fraction has no effect. Create the "
+            "LLM before using jax, or set %s in the environment",
             wanted,
         )
 

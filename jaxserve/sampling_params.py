@@ -14,8 +14,8 @@ GREEDY_TEMPERATURE = 1e-5
 
 TEMPERATURES = (0.01, 1e6)
 REPETITION_PENALTIES = (1e-6, 1e6)
-"""The ranges that an engine computes with. Values beyond them would make float32 logits infinite or
-NaN, so `SamplingParams.normalised` moves them to the limits.
+"""The ranges that an engine computes with. Values outside them would make float32 logits infinite
+or NaN, so `SamplingParams.normalised` clips them.
 """
 
 MAX_N = 128
@@ -38,10 +38,12 @@ class Grammar(msgspec.Struct, frozen=True):
 
     Attributes:
       kind: the meaning of ``spec``.
-      spec: a JSON schema as JSON text; a regular expression; a JSON array of strings, one of which
-        is the content; a grammar in Lark syntax or EBNF; for "json_object" nothing.
+      spec: for "json_schema" a JSON schema as JSON text, for "json_object" empty, for "regex" a
+        regular expression, for "choice" a JSON array of the allowed strings, for "grammar" a
+        grammar in Lark syntax or EBNF.
       structural_tag: a grammar in Lark syntax for the whole completion, in which ``@content``
-        stands for ``kind`` and ``spec``, or empty; see `structured_output.structural_tag`.
+        stands for the content. Empty if the content is the whole completion. See
+        `structured_output.structural_tag`.
 
     Raises:
       InvalidRequestError: ``spec`` is longer than `MAX_GRAMMAR_CHARS`.
@@ -60,16 +62,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling parameters of a request, with the names and defaults of the OpenAI API and of vLLM.
 
     Construction validates all fields as far as possible without the model; `check_token_ids` checks
-    token IDs against its vocabulary.
+    token IDs against the vocabulary.
 
     Attributes:
-      n: number of independent choices, 1 to 128. The engine runs each as a separate request.
+      n: number of independent completions of a prompt, 1 to 128. The engine runs each separately.
       temperature: >= 0. Below 1e-5 the most likely token is taken.
       top_p: in (0, 1]. Keep the smallest set of tokens whose total probability reaches this.
       top_k: 0 or -1 for off, else >= 1. Keep this many of the most likely tokens.
-      min_p: in [0, 1]. Keep tokens at least this likely relative to the most likely one.
+      min_p: in [0, 1]. Keep tokens whose probability is at least this fraction of the highest one.
       seed: int64, or None for a random one. Prompt, parameters and seed determine the completion,
-        whatever else is in the batch.
+        independently of other requests in the batch.
       max_tokens: >= 1, or None for the rest of the context.
       min_tokens: >= 0. End tokens and stop token IDs are not sampled before this many tokens.
       stop: stop strings, which end the completion.
@@ -80,15 +82,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       logprobs: return the log probability of each sampled token and of this many most likely ones;
         -1 for all tokens, None for off. `within_logprobs` checks the limit of the server.
       prompt_logprobs: the same for each token of the prompt but the first, or None for off.
-      logit_bias: token ID -> value to add to its logit; values beyond +-100 act like +-100.
+      logit_bias: token ID -> value to add to its logit. Values are clipped to [-100, 100].
       allowed_token_ids: the only tokens to sample, or None for all. Cannot be combined with a
         grammar.
       bad_words_token_ids: token sequences that the completion must not contain: the last token of a
         sequence is never sampled after the others.
       grammar: a constraint on the text, or None. It decides where the completion may end, and has
         precedence over ``min_tokens`` and ``bad_words_token_ids``.
-      pooling: generate nothing and return one vector for the prompt: the final hidden state of its
-        last token, or the mean over all its tokens. None to generate.
+      pooling: None to generate. Otherwise generate nothing and return one vector for the prompt:
+        the final hidden state of its last token ("last"), or the mean over its tokens ("mean").
       detokenize: convert tokens to text. If false, only token IDs are returned, and stop strings
         are not allowed.
       skip_special_tokens: leave special tokens out of the text.
@@ -192,7 +194,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def most_tokens(self) -> int | None:
-        """Upper bound on generated tokens; None: limited by the context; 0: a pooling request."""
+        """The most tokens to generate; None for the rest of the context, 0 to pool."""
         return self.max_tokens if self.pooling is None else 0
 
     @property
@@ -202,7 +204,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def has_penalties(self) -> bool:
-        """Whether any penalty makes earlier tokens change the logits."""
+        """Whether any penalty is on."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -230,7 +232,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Raises InvalidRequestError unless all token IDs are in ``[0, vocab_size)``.
 
         ``vocab_size`` is the width of the logits. JAX silently wraps, clamps or drops an index
-        outside of it, so the front must refuse such IDs.
+        outside of this range, so the front must refuse such IDs.
         """
         check_ids(self.stop_token_ids, vocab_size, param="stop_token_ids")
         check_ids(tuple(self.logit_bias or ()), vocab_size, param="logit_bias")
@@ -239,7 +241,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_ids(word, vocab_size, param="bad_words")
 
     def within_logprobs(self, max_logprobs: int, vocab_size: int) -> SamplingParams:
-        """Returns a copy whose counts of log probabilities are in ``[0, vocab_size]``.
+        """Returns a copy with the counts of log probabilities that `logprobs_within` returns.
 
         Raises:
           InvalidRequestError: a count is above ``max_logprobs``.
@@ -253,7 +255,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def logprobs_within(count: int, max_logprobs: int, vocab_size: int, *, param: str) -> int:
-    """Resolves a count of log probabilities, which may be -1 for all, to ``[0, vocab_size]``.
+    """Returns a requested count of log probabilities in ``[0, vocab_size]``; -1 asks for all.
 
     Raises:
       InvalidRequestError: the count, for field ``param``, is not in ``[0, max_logprobs]``.
@@ -285,7 +287,7 @@ def _require_at_most(param: str, count: int, most: int, unit: str) -> None:
 
 
 def _require_range(param: str, value: float, low: float, high: float) -> None:
-    # Comparisons with NaN are false, so NaN is refused, too. Infinity is never allowed.
+    # Comparisons with NaN are false, so NaN is refused too. Infinity is never allowed.
     ok = low <= value <= high and math.isfinite(value)
     expected = f"at least {low}" if high == math.inf else f"between {low} and {high}"
     _require(ok, param, expected, value)

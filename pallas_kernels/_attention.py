@@ -2,8 +2,8 @@
 
 A tile is ``block_n`` consecutive positions of one request. Its keys and values are gathered through
 the block table with one lookup per position, so a tile may span several blocks or lie within one.
-Only live positions are read. Other entries of the cache and the table may hold anything (NaN, IDs
-out of range).
+Only live positions are read. Other entries of the cache and the table may hold anything, such as
+NaN and block IDs out of range.
 
 Scores are in units of log2, because the hardware has exp2 and no exp.
 
@@ -42,8 +42,8 @@ class AttentionSpec:
       block_size: positions of a cache block.
       dot_dtype: operand dtype of both matrix products; sums are float32.
       scale: factor of the scores.
-      window: a query at position p sees positions above ``p - window``; None: all.
-      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None: they stay.
+      window: a query at position p sees positions above ``p - window``; None for no limit.
+      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None for no cap.
     """
 
     num_kv_heads: int
@@ -77,7 +77,7 @@ class AttentionSpec:
         _, _, block_size, num_kv_heads, head_dim = k_cache.shape
         num_heads = q.shape[-2]
         if q.shape[-1] != head_dim:
-            raise ValueError(f"q has heads of {q.shape[-1]}, the cache has heads of {head_dim}")
+            raise ValueError(f"q must have heads of {head_dim} like the cache, got {q.shape[-1]}")
         limits.check_supported(
             head_dim=head_dim,
             block_size=block_size,
@@ -128,7 +128,7 @@ class Softmax(NamedTuple):
     Attributes:
       maximum: f32[M], the largest score; -inf before the first visible key.
       total: f32[M], the sum of the weights ``exp2(score - maximum)``.
-      values: f32[M, padded head_dim], the sum of the values by weight.
+      values: f32[M, padded head_dim], the weighted sum of the values.
     """
 
     maximum: Float32[Array, " queries"]
@@ -137,14 +137,14 @@ class Softmax(NamedTuple):
 
 
 def dims(attention: AttentionSpec) -> Int32[Array, "1 padded_head_dim"]:
-    """Returns the index of each element of a head."""
+    """Returns the index of each element of a padded head."""
     return jnp.arange(attention.padded_head_dim, dtype=jnp.int32)[None, :]
 
 
 def rows_mask(
     live: Bool[Array, " n"], attention: AttentionSpec
 ) -> Bool[Array, "n padded_head_dim"]:
-    """Returns a mask of the rows that are ``live``, without the padding of the heads."""
+    """Returns a mask that is true in ``live`` rows, except for the padding of the heads."""
     mask = live[:, None]
     if attention.padded_head_dim != attention.head_dim:
         mask = mask & (dims(attention) < attention.head_dim)
@@ -162,7 +162,8 @@ def load_tile(
     Args:
       source: the location to read from.
       positions: i32[block_n], not negative.
-      live: bool[block_n], the positions that hold a token; the others read as zeros. None: all.
+      live: bool[block_n], the positions that hold a token; the others read as zeros. None if all
+        positions hold one.
       attention: the attention call.
     """
     block_size = jnp.int32(attention.block_size)
@@ -208,7 +209,7 @@ def mask_scores(s: Scores, visible: Bool[Array, "#queries keys"]) -> Scores:
 
 
 def add_tile(state: Softmax, s: Scores, v: Tile) -> Softmax:
-    """Returns the state with one more tile: scores f32[M, block_n] and its values."""
+    """Returns the state with one more tile, of scores ``s`` f32[M, block_n] and values ``v``."""
     maximum = jnp.maximum(state.maximum, jnp.max(s, axis=1))
     # Before a query's first visible key its maximum is -inf, and -inf - -inf is NaN.
     finite = jnp.where(maximum == _MINUS_INF, 0.0, maximum)
@@ -228,7 +229,7 @@ def normalized(state: Softmax, v_scale: Scale) -> Float32[Array, "queries padded
 
 
 def load_scale(ref: Any, layer: Int32[Array, ""], head: Int32[Array, ""]) -> Scale:
-    """Returns the scale of the entries of a layer and KV head; 1 if ``ref`` is None."""
+    """Returns the scale of the cache entries of a layer and KV head; 1 if ``ref`` is None."""
     return 1.0 if ref is None else ref[layer, head]
 
 

@@ -1,13 +1,13 @@
 """The only module that knows the Triton backend of Pallas.
 
-That backend is deprecated since jax 0.11. The kernels reach it only through this file, so a move to
+jax has deprecated that backend since 0.11. The kernels use it only through this file, so a move to
 another backend starts here.
 
-Two properties of the backend shape every kernel. References are whole arrays in global memory,
-indexed with integer arrays in every dimension (interpret mode refuses integer arrays mixed with
-slices). And a masked store in interpret mode writes the old value back to the lanes that are masked
-off, so no such lane may have the index of a live lane: its index must be unique, or out of range
-and positive.
+Two properties of the backend shape every kernel. First, references are whole arrays in global
+memory. Every dimension is indexed with an integer array, because interpret mode refuses a mixture
+of integer arrays and slices. Second, a masked store in interpret mode writes the old value back to
+the lanes that are masked off. So the index of such a lane must differ from those of all live lanes:
+it must be unique, or positive and out of range.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load(
     """
     if mask is None:
         return plgpu.load(ref)
-    # The backend does not convert `other` to the dtype of the reference.
+    # The backend does not convert `other` between integers and floats.
     kind = float if jnp.issubdtype(ref.dtype, jnp.floating) else int
     return plgpu.load(ref, mask=mask, other=kind(other))
 
@@ -61,7 +61,7 @@ def call(
       kernel: takes a reference for each operand, then one for each output.
       operands: whole arrays; for None the kernel gets None instead of a reference.
       name: name of the kernel in profiles.
-      grid: up to three sizes; the first varies fastest over neighbouring programs.
+      grid: up to three sizes. The index along the first varies fastest over neighbouring programs.
       out_shape: shape and dtype of each output. Elements that no program stores are uninitialised.
       num_warps: warps of 32 threads in a program.
       num_stages: iterations of a loop over loads that the compiler keeps in flight.
@@ -73,7 +73,7 @@ def call(
         grid=grid,
         out_shape=list(out_shape),
         input_output_aliases=dict(aliases or {}),
-        # Always given: without it some versions of jax choose another backend.
+        # Always given: without these parameters, some versions of jax choose another backend.
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,

@@ -1,9 +1,9 @@
 """Writes the keys and values of a step's new tokens into the cache, in place.
 
-How the work is split. One program moves one token: the keys and values of all its KV heads, which
-are contiguous both in the step and in the cache. The cache is an output that shares the memory of
-the input, so the kernel touches nothing else in it. A jitted function that donates the cache makes
-no copy. With an 8-bit cache the kernel divides the entries by the scale of their head.
+One program moves one token: the keys and values of all its KV heads, which are contiguous both in
+the step and in the cache. The output caches share the memory of the input caches, so the kernel
+writes only the new entries. A jitted function that donates the caches makes no copy. With an 8-bit
+cache, the kernel divides the entries by the scale of their head.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def kv_write(
         whose slot is outside [0, num_blocks * block_size) are padding and are not written.
       layer: the layer to write, in [0, num_layers); may be traced.
       k_scale: f32[num_layers, num_kv_heads], positive: the factor that the entries of an 8-bit key
-        cache are multiplied by when they are read; None: 1 (not allowed with int8). Values beyond
-        the largest entry are clipped to it.
+        cache are multiplied by when they are read; None for 1 (not allowed with int8). Keys that
+        are too large for an entry are clipped to the largest entry.
       v_scale: the same for the values.
       interpret: run as plain jax operations, which is slow but works on any device.
 

@@ -1,7 +1,7 @@
 """The shapes and dtypes that the kernels support, and checks that raise for all others.
 
-The entry points of the kernels check how their arguments fit together and raise ValueError. Where
-they do, annotations give the rank and dtype of an argument and leave its sizes open.
+The entry points of the kernels raise ValueError if the sizes of their arguments do not fit
+together. The annotations of such arguments therefore give only rank and dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Cache = Num[Array, "layers blocks block_size kv_heads head_dim"]
 """The keys or the values of all layers, in a dtype of `CACHE_DTYPES`."""
 
 Scales = Float32[Array, "_ _"]
-"""f32[num_layers, num_kv_heads]: the factor of each layer's and KV head's entries in a cache."""
+"""f32[num_layers, num_kv_heads]: the factor of the cache entries of each layer and KV head."""
 
 LayerIndex = Int32[Array, ""] | int
 """The index of a layer in the cache, in [0, num_layers); may be traced."""
@@ -37,7 +37,7 @@ def is_quantized(cache_dtype: DTypeLike) -> bool:
 
 
 def dot_dtype(dtype: DTypeLike, cache_dtype: DTypeLike) -> DTypeLike:
-    """Returns the operand dtype of the matrix products, exact for the queries and the cache."""
+    """Returns the operand dtype of the matrix products, which holds queries and cache exactly."""
     if is_quantized(cache_dtype):
         return dtype  # every dtype of `DTYPES` holds every 8-bit entry exactly
     return jnp.promote_types(dtype, cache_dtype)
@@ -52,7 +52,7 @@ def check_supported(
     dtype: DTypeLike,
     cache_dtype: DTypeLike,
 ) -> None:
-    """Raises ValueError, with the value and the supported values, unless all are supported."""
+    """Raises ValueError unless the kernels support these sizes and dtypes."""
     _check_one_of("head_dim", head_dim, HEAD_DIMS)
     _check_one_of("block_size", block_size, BLOCK_SIZES)
     check_dtype("dtype", dtype)
@@ -93,8 +93,8 @@ def check_cache(
             f"head_dim] of the same shape and dtype, got {k_cache.shape} {k_cache.dtype} and "
             f"{v_cache.shape} {v_cache.dtype}"
         )
-    # The backend counts offsets in elements, with 32 signed bits for arrays of up to 2**32 bytes:
-    # enough for entries of two bytes or more, too few for entries of one byte.
+    # The backend counts offsets in elements. For arrays of up to 2**32 bytes, an offset has 32 bits
+    # including the sign: enough for entries of two bytes or more, too few for entries of one byte.
     if k_cache.dtype.itemsize == 1 and 2**31 < k_cache.size <= 2**32:
         raise ValueError(
             f"each array of an 8-bit cache must be smaller than 2 GiB or larger than 4 GiB, got "
@@ -103,9 +103,9 @@ def check_cache(
     shape = (k_cache.shape[0], k_cache.shape[3])
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and not is_quantized(k_cache.dtype):
-            raise ValueError(f"{name} is for 8-bit caches, the cache is {k_cache.dtype.name}")
+            raise ValueError(f"{name} must be None for a cache of {k_cache.dtype.name}")
         if scale is None and k_cache.dtype == jnp.int8:
-            raise ValueError(f"an int8 cache needs {name}, float32 of shape {shape}")
+            raise ValueError(f"{name} must have shape {shape} for an int8 cache, got None")
         if scale is not None:
             check_shape(name, scale, shape)
 

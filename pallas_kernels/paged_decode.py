@@ -1,12 +1,12 @@
 """Paged attention for decode: one query token per request, and contexts cut into splits (split-K).
 
-How the work is split. A decode step reads every cached key and value once and does little
-arithmetic with each, so it runs at the speed of memory if enough programs read at the same time.
-One program takes one request, one KV head and one split of the context. The query heads of the
-group share each tile that it reads. They are padded to 16 rows, the minimum of the matrix units;
-the padding costs arithmetic, which is abundant, and no memory traffic. With few requests there are
-several splits of each context, enough to fill the device about twice, and a second small kernel
-merges their results. With many requests there is one split and no second kernel.
+A decode step reads every cached key and value once and does little arithmetic with each, so it runs
+at memory bandwidth if enough programs read at the same time. One program takes one request, one KV
+head and one split of the context. The query heads of the group share each tile that the program
+reads. They are padded to 16 rows, the minimum of the matrix units. The padding costs arithmetic,
+which is abundant, and no memory traffic. With few requests, each context has several splits, enough
+to fill the device about twice, and a second small kernel merges their results. With many requests
+there is one split and no second kernel.
 
 The number of splits is fixed when the step is compiled. The kernel computes the length of each
 split from the real length of the context. So a compiled step serves every context, and empty splits
@@ -64,13 +64,13 @@ def paged_decode(
       seq_lens: i32[num_rows], tokens of each request in the cache, in [0, width * block_size].
       layer: the layer to read, in [0, num_layers); may be traced.
       scale: factor of the scores.
-      window: a query at position p sees positions above ``p - window``; None: all.
-      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None: they stay.
+      window: a query at position p sees positions above ``p - window``; None for no limit.
+      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None for no cap.
       k_scale: f32[num_layers, num_kv_heads], positive: the factor of the entries of an 8-bit key
-        cache; None: 1 (not allowed with int8).
+        cache; None for 1 (not allowed with int8).
       v_scale: the same for the values.
-      config: tile sizes; None: those of `tuning`.
-      num_splits: splits of each context, at least 1; None: enough to fill a device of 132
+      config: tile sizes; None for those of `tuning`.
+      num_splits: splits of each context, at least 1; None for enough to fill a device of 132
         multiprocessors.
       interpret: run as plain jax operations, which is slow but works on any device.
 
@@ -158,7 +158,7 @@ def _decode_kernel(
     lo = first + split * tiles_per_split
     hi = jnp.minimum(lo + tiles_per_split, last)
 
-    # Padding rows take the heads of the next group, masked, so that no index occurs twice.
+    # Padding rows have the indices of the following heads, masked, so that no index occurs twice.
     num_queries = max(16, _triton.power_of_two(attention.group))
     queries = jnp.arange(num_queries, dtype=jnp.int32)
     heads = kv_head * attention.group + queries

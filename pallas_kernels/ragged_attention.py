@@ -1,16 +1,16 @@
 """Paged attention over a packed step: chunks of prompts and single tokens of many requests.
 
-How the work is split. One program takes ``block_q`` consecutive tokens of one request with every
-query head of one group, which are ``block_q * group`` rows of a matrix product. It walks over the
-request's context from the first visible key to the last. Packing the heads of a group into the rows
-means that one read of a tile of keys serves all of them, and that a group of any size fills the
-rows (with a group of 3, 64 rows hold 21 tokens and one idle row). Neighbouring programs take
-neighbouring tokens of the same KV head, so they find each other's keys in the cache of the chip.
+One program takes ``block_q`` consecutive tokens of one request with every query head of one group.
+These are ``block_q * group`` rows of a matrix product. The program goes through the request's
+context from the first visible key to the last. Because all heads of a group are rows of the same
+product, they share each tile of keys that is read, and a group of any size fills the rows: with a
+group of 3, 64 rows hold 21 tokens and one idle row. Neighbouring programs take neighbouring tokens
+of the same KV head, so they find each other's keys in the cache of the chip.
 
 A list assigns tokens to programs. It is computed once from ``query_start`` and is the same for
-every layer. Its length must be fixed when the step is compiled, so it is the maximum over all mixes
-of requests: ``num_tokens // block_q`` plus one for each request. Surplus programs return at once.
-Padding tokens get programs too, which store zeros.
+every layer. Its length must be fixed when the step is compiled, so the list is long enough for any
+mixture of requests: ``num_tokens // block_q`` plus one for each request. Surplus programs return at
+once. Padding tokens get programs too, which store zeros.
 
 Along the context, tiles that every row sees in full need no mask:
 
@@ -68,12 +68,12 @@ def ragged_attention(
         last entry on are padding.
       layer: the layer to read, in [0, num_layers); may be traced.
       scale: factor of the scores.
-      window: a query at position p sees positions above ``p - window``; None: all.
-      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None: they stay.
+      window: a query at position p sees positions above ``p - window``; None for no limit.
+      soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None for no cap.
       k_scale: f32[num_layers, num_kv_heads], positive: the factor of the entries of an 8-bit key
-        cache; None: 1 (not allowed with int8).
+        cache; None for 1 (not allowed with int8).
       v_scale: the same for the values.
-      config: tile sizes; None: those of `tuning`.
+      config: tile sizes; None for those of `tuning`.
       interpret: run as plain jax operations, which is slow but works on any device.
 
     Returns:
@@ -129,8 +129,8 @@ def work_list(
     """Returns the tokens that each program along the grid works on.
 
     Request i owns the entries from ``query_start[i] // block_q + i`` on: one entry for every
-    ``block_q`` tokens that it has, rounded up. Padding counts as one more request, whose tokens
-    have negative positions and so see nothing.
+    ``block_q`` of its tokens, rounded up. Padding counts as another request, whose tokens have
+    negative positions and therefore see nothing.
 
     Returns:
       i32[n, 4]: row of the block tables, first token, number of tokens (in [0, block_q]), and
@@ -141,7 +141,7 @@ def work_list(
     lens = jnp.append(seq_lens, 0)
     first_entry = starts[:-1] // block_q + jnp.arange(num_rows + 1, dtype=jnp.int32)
     entry = jnp.arange(num_tokens // block_q + num_rows + 1, dtype=jnp.int32)
-    # Counting is a single reduction. A binary search would be a loop, which breaks CUDA graphs.
+    # The count is a single reduction. A binary search would be a loop, which breaks CUDA graphs.
     row = jnp.sum(first_entry[None, :] <= entry[:, None], axis=1, dtype=jnp.int32) - 1
     token = starts[row] + (entry - first_entry[row]) * block_q
     count = jnp.clip(starts[row + 1] - token, 0, block_q)

@@ -1,7 +1,7 @@
 """References for the kernels in plain jnp: the same functions, written to be read.
 
-Each reference has the signature of its kernel, without the arguments that control how it runs.
-Memory and speed do not matter. Tests compare references and kernels with numpy.
+Each reference has the signature of its kernel, without the arguments that control how a kernel
+runs. Memory and speed do not matter. Tests compare references and kernels with numpy.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def ragged_attention(
     position = seq_lens[row] - query_start[row + 1] + token
     length = jnp.where(real, seq_lens[row], 0)
 
-    # [num_tokens, context, num_kv_heads, head_dim], for every position that the table has room for.
+    # [num_tokens, context, num_kv_heads, head_dim], for every position that a table can hold.
     context = jnp.arange(width * block_size)
     block = jnp.clip(block_tables, 0, num_blocks - 1)[row][:, context // block_size]
     k = _dequantized(k_cache, k_scale)[layer, block, context % block_size]

@@ -1,7 +1,7 @@
 """Tile sizes of the kernels, from a small table by kernel, model and device.
 
-To tune for a device, add entries for it above the general ones; `scripts/tune_kernels.py` finds
-them.
+To tune for a device, run `scripts/tune_kernels.py` and insert the entries that it prints above the
+general ones.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from jax.typing import DTypeLike
 DECODE = "decode"
 RAGGED = "ragged"
 
-# With two programs, a streaming multiprocessor runs one while the other waits for memory.
+# A streaming multiprocessor with two programs runs one of them while the other waits for memory.
 _PROGRAMS_PER_SM = 2
 NUM_SMS = 132
 """Streaming multiprocessors of an H200, the default when a caller passes no number."""
-# Each split is one more row of partial results that the merge pass reads.
+# Each split adds a row of partial results that the merge pass reads.
 _MAX_SPLITS = 64
 
 
@@ -94,16 +94,17 @@ def kernel_config(
 def decode_splits(
     *, num_rows: int, num_kv_heads: int, max_context: int, block_n: int, num_sms: int = NUM_SMS
 ) -> int:
-    """Returns the number of splits of each context with which a decode step fills the device twice.
+    """Returns the number of splits of each context for which a decode step fills the device twice.
 
-    With many rows, one program for each row and KV head fills the device. The result is then 1, and
+    With many rows, one program for each row and KV head fills the device. Then the result is 1, and
     no merge pass runs.
 
     Args:
       num_rows: rows of the step, padding included.
       num_kv_heads: KV heads of a layer.
       max_context: tokens that a block table can hold.
-      block_n: keys that a program reads in one iteration; no split is shorter.
+      block_n: keys that a program reads in one iteration; a split of a full context has at least
+        this many.
       num_sms: streaming multiprocessors of the device.
     """
     wanted = round(_PROGRAMS_PER_SM * num_sms / (num_rows * num_kv_heads))

@@ -18,7 +18,7 @@ fail() {
     exit 1
 }
 
-# A program that fails, saying why, if its interpreter cannot create environments with pip.
+# A Python program that fails with a reason if its interpreter cannot create environments with pip.
 CAN_BUILD='import sys
 sys.version_info >= (3, 11) or sys.exit("This is Python %d.%d." % sys.version_info[:2])
 import ensurepip, venv'
@@ -28,7 +28,7 @@ can_build() {
 }
 
 # Prints an interpreter of this version that can create environments, if there is one. A name on the
-# PATH may be a pyenv shim that fails when run, so this searches the folders of pyenv, too.
+# PATH may be a pyenv shim that fails when run, so this searches the folders of pyenv too.
 python_of_version() {
     local candidate
     for candidate in "python$1" "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$1".*/bin/python; do
@@ -48,7 +48,7 @@ named_python() {
         found=$(python_of_version "${BASH_REMATCH[1]}")
     fi
     [ -n "$found" ] || fail \
-        "PYTHON=$PYTHON does not run, is older than 3.11, or lacks venv. Its output:" \
+        "PYTHON=$PYTHON does not run, is older than Python 3.11, or lacks venv. Its output:" \
         "$("$PYTHON" -c "$CAN_BUILD" 2>&1)"
     printf '%s\n' "$found"
 }
@@ -121,7 +121,7 @@ install_step() {
     fi
 }
 
-# Prints the extra of pyproject.toml for this machine's GPU, if it has one.
+# Prints the extra of pyproject.toml for the NVIDIA GPU of this machine, if there is one.
 cuda_part() {
     local version=/proc/driver/nvidia/version driver
     [ -e /dev/nvidiactl ] && [ -r "$version" ] || return 0
@@ -130,7 +130,7 @@ cuda_part() {
     if [ "${driver%%.*}" -ge 580 ]; then echo cuda13; else echo cuda12; fi
 }
 
-# install PART... installs parts; see prepare_venv.
+# install PART... installs the parts; see prepare_venv.
 install() {
     local part extras=""
     for part in "$@"; do

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Compiles every kernel, and whole steps, for an H200 without a GPU, and reports on the result.
+"""Compiles every kernel and whole steps for an H200 without a GPU, and reports on the result.
 
     python scripts/aot_check.py [--filter REGEX] [--layers N] [--dump FOLDER]
 
-One line per kernel: grid and warps, registers per thread, bytes spilled to memory, bytes of shared
-memory, programs that fit on a multiprocessor at once (an estimate), matrix instructions of a warp
-group (wgmma) and of a warp (mma), and asynchronous 16-byte loads.
+Each kernel has one line: grid and warps, registers per thread, bytes spilled to memory, bytes of
+shared memory, programs that fit on a multiprocessor at once (an estimate), matrix instructions of a
+warp group (wgmma) and of a warp (mma), and asynchronous 16-byte loads.
 
-One line per step of a model: CUDA graphs that the host launches, operations inside and outside of
-them, kernels and the number of them that spill, bytes of the KV cache and last tokens, bytes of
-results written in place, bytes of other memory, copies of the size of a cache, and instructions
-that are recomputed to save memory.
+Each step of a model has one line: CUDA graphs that the host launches, operations inside and outside
+the graphs, kernels and the number of kernels that spill, bytes of the KV cache and last tokens,
+bytes of results written in place, bytes of other memory, copies of the size of a cache, and
+instructions that are recomputed to save memory.
 
 Exits with 1 if a case does not compile, spills, or copies an array that it should write in place,
 or if a step is not one CUDA graph or recomputes anything. Exits with 2 if the compiler is not
-installed: the wheels jax-cuda13-plugin and jax-cuda13-pjrt of the installed version of jax (no
-driver, no toolkit), and a ptxas for PTX 9.0 or newer, which counts the registers.
+installed: the wheels jax-cuda13-plugin and jax-cuda13-pjrt for the installed version of jax, and a
+ptxas for PTX 9.0 or newer, which counts the registers. The wheels need no CUDA driver or toolkit.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def check_kernels(case: Case, folder: Path, ptxas: str) -> tuple[int, int]:
 def check_step(
     case: StepCase, folder: Path, ptxas: str, *, num_layers: int | None
 ) -> tuple[int, int]:
-    """Does the same for a whole step, which counts as one case."""
+    """Compiles a step and prints its line; returns the numbers of good and of bad steps."""
     try:
         report = compile_step(case, folder, ptxas, num_layers=num_layers)
     except Exception as error:
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = "ptxas" if deviceless.is_available() else "the wheel jax-cuda13-plugin"
         print(f"cannot compile for a GPU here: {missing} is missing", file=sys.stderr)
         return 2
-    # The CUDA plugin serves as a compiler here and provides no device.
+    # The CUDA plugin is only the compiler here: it provides no device.
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     print(f"jax {jax.__version__}, for {deviceless.DEVICE}")

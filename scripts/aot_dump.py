@@ -17,7 +17,7 @@ REGISTERS = 65536
 SHARED_BYTES = 233472
 THREADS = 2048
 MAX_PROGRAMS = 32
-RESERVED_SHARED_BYTES = 1024  # for each program, besides the bytes that it requests
+RESERVED_SHARED_BYTES = 1024  # for each program, in addition to the bytes that it requests
 # The dumped file that lists the operations of a program in order.
 LISTING = "*.thunk_sequence_after_thunk_passes.txt"
 
@@ -77,7 +77,7 @@ def read_dump(folder: Path, kernels: tuple[str, ...], ptxas: str) -> Iterator[Re
     """Yields a report for each of ``kernels``, read from the dump in ``folder``.
 
     Raises:
-      RuntimeError: the program has no kernel of a name, or ptxas fails.
+      RuntimeError: the program lacks one of the kernels, or ptxas fails.
     """
     launch = re.compile(
         r"kCustomKernel\s+\[[^\]]*\]\s+(\S+) grid: \[([\d, ]+)\] threads: \[(\d+)[^\]]*\]"
@@ -118,7 +118,11 @@ def find_kernels(folder: Path) -> dict[str, Path]:
 
 
 def resources(code: Path, ptxas: str) -> tuple[int, int]:
-    """Returns registers per thread and bytes spilled of the only kernel in a PTX file."""
+    """Returns registers per thread and bytes spilled of the only kernel in a PTX file.
+
+    Raises:
+      RuntimeError: ptxas fails.
+    """
     target = re.search(r"\.target\s+(sm_\w+)", code.read_text())
     assert target is not None
     command = [ptxas, "-v", f"--gpu-name={target[1]}", str(code), "-o", os.devnull]

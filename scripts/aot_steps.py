@@ -25,8 +25,8 @@ from pallas_kernels.testing import deviceless
 DEVICE = Device("gpu", deviceless.DEVICE, 0, True, compute_capability=(9, 0), num_cores=132)
 DTYPE = "bfloat16"
 MAX_NUM_SEQS = 256
-# As on the device, where the cache takes the memory that the weights leave. The compiler's choices
-# depend on the free memory.
+# The cache fills most of the memory, as on a device, because the compiler's choices depend on the
+# free memory.
 CACHE_BYTES = 100 * 10**9
 
 STEP_COLUMNS = "{:36s} {:>6s} {:>7s} {:>7s} {:>8s} {:>5s} {:>13s} {:>13s} {:>11s} {:>6s} {:>5s}"
@@ -195,8 +195,8 @@ def report_of(
 def find_copies(text: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """Returns the instructions of a program that write an array with as many elements as a cache.
 
-    Instructions that only name an array (parameters, tuples, bitcasts) do not count. Nor do custom
-    calls: an array that a kernel does not write in place shows in the bytes of memory.
+    Instructions that only name an array (parameters, tuples, bitcasts) do not count. Custom calls
+    do not count either: if a kernel does not write in place, the memory figures show it.
 
     Args:
       text: the program in HLO.

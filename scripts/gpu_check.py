@@ -13,8 +13,8 @@ Parts, each in its own process with a time limit:
   engine     Llama-3.1-8B with random weights: decode steps, a prefill, 256 requests
   peer       the same requests with transformers
 
-A part whose packages are missing is skipped. A part that fails is reported, and the others go on.
-The table comes last; FOLDER/gpu_check.json has the same content, and FOLDER/PART.log has the output
+A part whose packages are missing is skipped. If a part fails, the others still run. The table is
+printed at the end. FOLDER/gpu_check.json has the same content, and FOLDER/PART.log has the output
 of each part. Exits with 1 if anything failed.
 """
 
@@ -98,7 +98,7 @@ def start_part(name: str, options: Options, limit_s: float) -> list[Finding]:
 
 
 def environment(options: Options) -> dict[str, str]:
-    """Returns the environment of a part: it claims the memory and dumps the compiled steps."""
+    """Returns the environment of a part, in which jax reserves most memory and dumps its steps."""
     dump = (
         f"--xla_dump_to={options.folder / DUMP} --xla_dump_hlo_as_text "
         "--xla_dump_hlo_module_re=jit_step"
@@ -108,13 +108,13 @@ def environment(options: Options) -> dict[str, str]:
     if options.tiny:
         # Interpreted kernels are large programs that run once, so optimising them costs too much.
         settings |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-    # The old name of the same setting; jax rejects an environment with both.
+    # The excluded variable is the old name of a setting above. jax refuses both names together.
     inherited = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
     return {"TF_CPP_MIN_LOG_LEVEL": "2", **inherited, **settings}
 
 
 def with_roofs(asked: Sequence[str]) -> list[str]:
-    """Returns the requested parts in order, and `roofs` if another part needs its rates."""
+    """Returns the requested parts in order, with `roofs` if another part needs its rates."""
     needed = bool({"attention", "engine"} & set(asked))
     return [name for name in PARTS if name in asked or (name == "roofs" and needed)]
 
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = facts(finding for findings in found.values() for finding in findings)
         options = Options(asked.tiny, folder, known)
         left = LIMIT_S - (time.monotonic() - start)
-        # Toy sizes test the script, on a machine that may be slow or busy.
+        # Toy sizes only test this script, and the machine may be slow or busy.
         limit_s = math.inf if asked.tiny else min(PARTS[name], max(left, 1))
         print(f"{name} ...", flush=True)
         found[name] = start_part(name, options, limit_s)

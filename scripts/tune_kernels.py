@@ -5,7 +5,7 @@
     python scripts/tune_kernels.py --tiny     # toy sizes on a CPU, to test this script
 
 Times every candidate at the shapes of Llama-3.1-8B and SmolLM2-135M and prints a line for each. The
-fastest ones become lines for the table in `pallas_kernels/tuning.py`; insert them above its general
+fastest become entries for the table in `pallas_kernels/tuning.py`; insert them above the general
 entries. Decode is timed with 64 requests of 4096 tokens, prefill with one request of 8192.
 """
 
@@ -111,7 +111,7 @@ class Workload:
 
 
 def tune(kernel: str, model: str, sizes: Sizes, *, tiny: bool) -> KernelConfig:
-    """Returns the fastest candidate, and prints the time of each.
+    """Times all candidates, prints the time of each, and returns the fastest.
 
     Raises:
       RuntimeError: no candidate compiles.
@@ -136,7 +136,7 @@ def tune(kernel: str, model: str, sizes: Sizes, *, tiny: bool) -> KernelConfig:
 
 
 def entry(kernel: str, spec: ModelSpec, config: KernelConfig, device: str) -> str:
-    """Returns a line of the table, for heads of up to this size and groups that fit the tile."""
+    """Returns an entry of the table, for heads of up to this size and groups that fit the tile."""
     name = {tuning.DECODE: "DECODE", tuning.RAGGED: "RAGGED"}[kernel]
     sizes = f"{config.block_m}, {config.block_n}, {config.num_warps}, {config.num_stages}"
     return (

@@ -12,7 +12,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 class Checkpoint(Protocol):
-    """A model on disk. Opening one reads headers and configuration, never the weights.
+    """A model on disk. Opening it reads headers and configuration, never the weights.
 
     Names, shapes and configuration follow the Hugging Face format of the model, even if the files
     have another format.

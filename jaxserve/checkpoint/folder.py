@@ -72,7 +72,11 @@ class FolderCheckpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises CheckpointError if the file holds none."""
+    """Returns the JSON object in a file.
+
+    Raises:
+      CheckpointError: the file is missing or does not hold a JSON object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -80,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error!s:.200}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
 
 

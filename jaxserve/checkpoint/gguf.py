@@ -97,7 +97,7 @@ class GGUFCheckpoint:
 
     @contextlib.contextmanager
     def _reporting_damage(self) -> Iterator[None]:
-        """Reports errors from malformed metadata, which can hold any type and value."""
+        """Turns errors from malformed metadata, which can hold any value, into CheckpointError."""
         try:
             yield
         except METADATA_ERRORS as error:
@@ -140,8 +140,8 @@ def served_name(path: Path) -> str:
 def _pairs_to_halves(rows: np.ndarray, tensor: GGUFTensor, num_heads: int) -> np.ndarray:
     """Restores the order of rows of q and k projections, which the GGUF converter changes.
 
-    In the file the rows of a head of size d are ordered 0, d/2, 1, d/2 + 1, ..., so that each pair
-    that is rotated together is adjacent. Only whole rows move, so stored rows can be reordered
+    In the file, the rows of a head of size d are in the order 0, d/2, 1, d/2 + 1, ..., so that the
+    two rows of a rotated pair are adjacent. Only whole rows move, so stored rows can be reordered
     before they are dequantised.
     """
     if len(tensor.shape) == 1:  # a bias: each value is a row

@@ -45,7 +45,7 @@ LLAMA3_ROPE = {
 }
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""A tensor that is configuration: the divisor of each rotary frequency."""
+"""The tensor that holds the divisor of each rotary frequency, which is part of the config."""
 
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -77,6 +77,7 @@ END_TOKENS = (
     "<end_of_turn>",
 )
 CONTROL_TOKEN = 3
+"""The type of control tokens in ``tokenizer.ggml.token_type``."""
 
 SAMPLING_KEYS = {
     "general.sampling.temp": "temperature",
@@ -89,14 +90,18 @@ SAMPLING_KEYS = {
 RECOMMENDED: Mapping[str, Mapping[str, float]] = {
     "smollm2": {"temperature": 0.2, "top_p": 0.9},
 }
-"""Sampling defaults from model cards by ``general.basename``, for files that contain none.
+"""Sampling defaults by ``general.basename``, from model cards, for files without any.
 
-Small models write nonsense at temperature 1.
+At the general default, temperature 1, small models write nonsense.
 """
 
 
 def architecture(metadata: Metadata) -> Architecture:
-    """Returns the architecture of a file. Raises UnsupportedModelError if it is unknown."""
+    """Returns the architecture of a file.
+
+    Raises:
+      UnsupportedModelError: the architecture is unknown, or a mixture of experts.
+    """
     name = metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -111,7 +116,11 @@ def architecture(metadata: Metadata) -> Architecture:
 
 
 def hf_tensor_name(name: str) -> str:
-    """Returns the Hugging Face name of a tensor. Raises CheckpointError if it is unknown."""
+    """Returns the Hugging Face name of a tensor.
+
+    Raises:
+      CheckpointError: no tensor of a supported architecture has this name.
+    """
     if match := _LAYER.fullmatch(name):
         layer, part, kind = match.groups()
         if part in LAYER_TENSOR_NAMES:
@@ -131,16 +140,16 @@ def hf_config(
 ) -> dict[str, Any]:
     """Returns the contents of config.json for a GGUF file.
 
-    Rotary embeddings take the format of transformers 5, ``rope_parameters``. A file may store a
+    Rotary embeddings have the format of transformers 5, ``rope_parameters``. A file may store a
     divisor for each frequency. The divisors of Llama 3 become the rope type ``llama3``. All others
-    become the type ``factors``, which transformers does not have: a list of head_dim / 2 numbers
-    under ``factors``.
+    become the rope type ``factors``, which transformers does not have, with the head_dim / 2
+    divisors in a list ``factors``.
 
     Args:
       metadata: metadata of the file.
       vocab_size: number of rows of the embedding.
       tensor_names: GGUF names of the tensors in the file.
-      rope_factors: contents of the tensor ``ROPE_FACTORS``; None if the file has none.
+      rope_factors: contents of the tensor `ROPE_FACTORS`; None if the file does not have it.
 
     Raises:
       CheckpointError: a required key is missing.
@@ -225,7 +234,7 @@ def _rope_parameters(metadata: Metadata, factors: Sequence[float] | None) -> dic
 def _llama3_factors(llama3: dict[str, Any], theta: float, count: int) -> np.ndarray:
     """Returns the divisors that a GGUF file stores for the rope type ``llama3``, ``f64[count]``.
 
-    High frequencies keep 1, low ones are divided by ``factor``, and those between are interpolated.
+    The divisor is 1 for high frequencies and ``factor`` for low ones, with a ramp between.
     """
     wavelengths = 2 * np.pi * theta ** (np.arange(count) / count)
     low, high = llama3["low_freq_factor"], llama3["high_freq_factor"]
@@ -238,7 +247,8 @@ def hf_generation_config(metadata: Metadata) -> dict[str, Any]:
     """Returns the contents of generation_config.json for a GGUF file.
 
     ``eos_token_id`` lists the end tokens that the file declares (of document, turn and message) and
-    its control tokens in `END_TOKENS`. Sampling defaults come from the file, else `RECOMMENDED`.
+    its control tokens that are in `END_TOKENS`. Sampling defaults come from the file or, if it has
+    none, from `RECOMMENDED`.
     """
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     kinds = metadata.get("tokenizer.ggml.token_type", [])

@@ -1,7 +1,7 @@
 """Converts quantised GGUF tensors to float32.
 
-The three oldest block types, common in small models, are unpacked here, two to four times as fast
-as by the gguf package. That package unpacks all other types.
+This module unpacks the three oldest block types, which are common in small models, two to four
+times as fast as the gguf package. That package unpacks all other types.
 """
 
 from __future__ import annotations

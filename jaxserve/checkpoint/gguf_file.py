@@ -72,7 +72,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file. Opening it reads metadata and tensor entries and checks that none is cut off.
+    """A GGUF file. Opening it reads metadata and tensor entries and checks that they are complete.
 
     Attributes:
       path: the file.
@@ -107,7 +107,7 @@ class _Header:
         self._path, self._data, self._at = path, data, 0
 
     def metadata(self) -> tuple[dict[str, Any], int]:
-        """Reads the metadata fields and the number of tensors."""
+        """Reads the metadata fields, and returns them and the number of tensors."""
         if (magic := self._data[:4]) != b"GGUF":
             hint = "a git-lfs pointer; run `git lfs pull`" if magic == b"vers" else repr(magic)
             raise CheckpointError(f"{self._path} is not a GGUF file: it starts with {hint}")
@@ -129,7 +129,9 @@ class _Header:
         """Reads the tensor entries, which follow the metadata."""
         entries = [self._tensor_entry() for _ in range(count)]
         if not isinstance(alignment, int) or alignment < 1:
-            raise self._damaged(f"general.alignment is {alignment}")
+            raise self._damaged(
+                f"general.alignment must be a whole number above 0, got {alignment!r:.100}"
+            )
         data_start = -(-self._at // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
         for name, type_id, shape, offset in entries:
@@ -139,7 +141,8 @@ class _Header:
             block_elements, _ = GGML_QUANT_SIZES[tensor.type]
             if shape[-1] % block_elements:
                 raise self._damaged(
-                    f"tensor {name} has rows of {shape[-1]}, not a multiple of {block_elements}"
+                    f"tensor {name} has rows of {shape[-1]} elements; expected a multiple of "
+                    f"{block_elements}"
                 )
             end = tensor.offset + tensor.num_bytes
             if end > len(self._data):
@@ -154,7 +157,9 @@ class _Header:
         name = self._string()
         num_dimensions = self._scalar(U32)
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
-            raise self._damaged(f"tensor {name} has {num_dimensions} dimensions")
+            raise self._damaged(
+                f"tensor {name} has {num_dimensions} dimensions; expected 1 to {MAX_DIMENSIONS}"
+            )
         shape = tuple(self._scalar(U64) for _ in range(num_dimensions))
         if 0 in shape:
             raise self._damaged(f"tensor {name} is empty: its shape is {shape[::-1]}")

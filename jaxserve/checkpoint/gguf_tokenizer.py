@@ -37,14 +37,14 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The rule by which a byte-level vocabulary splits text into words before it merges.
+    """The rule that splits text into words, within which a byte-level tokenizer merges tokens.
 
     Attributes:
-      split: regular expression that matches one word; None for the one of GPT-2.
+      split: regular expression that matches one word; None for the expression of GPT-2.
       splits_digits: first makes every digit a separate word.
-      ignores_merges: takes a word that is a token without merging it from smaller ones.
+      ignores_merges: a word that is a token becomes that token, without merges.
       composes: first normalises text to Unicode NFC.
-      adds_bos: puts the bos token before text if the file does not say.
+      adds_bos: puts the bos token before text, unless the file says otherwise.
     """
 
     split: str | None = None
@@ -54,7 +54,7 @@ class PreTokenizer:
     adds_bos: bool = False
 
     def build(self) -> pre_tokenizers.PreTokenizer:
-        """Builds the pre-tokenizer. Its last stage maps bytes to the letters of the vocabulary."""
+        """Builds the pre-tokenizer, whose last stage maps bytes to characters of the vocabulary."""
         steps = []
         if self.splits_digits:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
@@ -70,8 +70,8 @@ _DIGITS_RULE = PreTokenizer(splits_digits=True)
 _LLAMA3_RULE = PreTokenizer(_LLAMA3, ignores_merges=True, adds_bos=True)
 _QWEN2_RULE = PreTokenizer(_QWEN2, composes=True)
 
-# By ``tokenizer.ggml.pre``. Older files lack the key and count as "default", for which the rule of
-# GPT-2 is the best guess.
+# The rules by the value of ``tokenizer.ggml.pre``. Older files lack the key and count as "default",
+# for which the rule of GPT-2 is the best guess.
 PRE_TOKENIZERS = {
     "default": _GPT2_RULE,
     "gpt-2": _GPT2_RULE,
@@ -179,7 +179,7 @@ def _sentencepiece(
         merges = _merges_from_scores(vocab, kinds, metadata.get("tokenizer.ggml.scores", []))
     unknown = next((token for token, i in vocab.items() if kinds[i] == UNKNOWN), None)
     backend = Backend(_bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    # Sentencepiece puts one space before every piece of text, even if it begins with one.
+    # Sentencepiece puts one space before every text, even if the text begins with a space.
     add_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
     prepend = [normalizers.Prepend(SPACE_MARK)] if add_space else []
     strip = [decoders.Strip(" ", 1, 0)] if add_space else []

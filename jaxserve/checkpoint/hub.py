@@ -27,19 +27,18 @@ MODEL_FILES = [*TOKENIZER_FILES, "config.json", "generation_config.json", "model
 
 
 def download(model: str, *, only_tokenizer: bool = False) -> Path:
-    """Downloads a model's files unless they are cached, and returns their folder.
+    """Downloads those files of a model that are not cached, and returns their folder.
 
     Args:
       model: a hub ID, ``organisation/name``.
-      only_tokenizer: leave out weights and configuration.
+      only_tokenizer: do not download weights and configuration.
 
     Raises:
       CheckpointError: the model does not exist, is not accessible, or has no safetensors weights,
         or the hub cannot be reached and the model is not cached.
     """
     patterns = TOKENIZER_FILES if only_tokenizer else MODEL_FILES
-    # The broad clauses turn every failure into a readable error: huggingface_hub lets any exception
-    # of its HTTP client through.
+    # Catches every exception, since huggingface_hub lets those of its HTTP client through.
     try:
         info = HfApi().model_info(model, timeout=TIMEOUT_S)
     except Exception as error:

@@ -28,11 +28,11 @@ def open_checkpoint(model: str) -> Checkpoint:
         ships, or a hub ID, which is downloaded unless it is cached.
 
     Raises:
-      CheckpointError: the model does not exist, is damaged or incomplete. The message is one line
-        that says how to fix it.
+      CheckpointError: the model does not exist, or is damaged or incomplete. The message is one
+        line that says how to fix it.
     """
     path = _find(model)
-    # Local files have meaningful names; a downloaded folder is named after its revision hash.
+    # Local files have meaningful names. A downloaded folder has a revision hash as its name.
     return _open(path, name=None if _is_local(model) else model)
 
 

@@ -57,7 +57,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where one tensor goes: to ``index`` of the parameter ``target``, with shape ``shape``."""
+    """The place of one tensor in a parameter.
+
+    Attributes:
+      target: path of the parameter.
+      index: place in the parameter.
+      shape: shape that the tensor must have after ``transform``.
+      transform: applied to the tensor before it is placed.
+    """
 
     target: str
     index: tuple[int | slice | EllipsisType, ...]
@@ -168,7 +175,7 @@ def assemble(
 
 
 def _checked(name: str, tensor: np.ndarray, destination: Destination) -> np.ndarray:
-    """Returns the transformed tensor. Raises unless it has the shape and a dtype of its place."""
+    """Returns the transformed tensor. Raises unless it has the expected shape and a float dtype."""
     value = destination.transform(tensor)
     if value.shape != destination.shape:
         how = (
@@ -186,7 +193,7 @@ def _checked(name: str, tensor: np.ndarray, destination: Destination) -> np.ndar
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an array in aligned memory, which JAX takes over on a CPU without a copy."""
+    """Returns an array in aligned memory, which JAX on a CPU uses without a copy."""
     alignment = 64
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + alignment, np.uint8)

@@ -1,7 +1,7 @@
 """Caches converted weights on disk, so that later starts need not convert them again.
 
 Each entry is a folder with an Orbax checkpoint and a manifest of its files. Entries are written
-atomically, and damaged ones are deleted: the cache never keeps an engine from starting.
+atomically, and damaged entries are deleted. An engine starts even if the cache fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxserve.checkpoint.checkpoint import Checkpoint
 logger = logging.getLogger("jaxserve")
 
 FORMAT = 1
-"""Version of the conversion; to be raised when the same checkpoint gives different weights."""
+"""Version of the conversion. Raise it when the same checkpoint gives different weights."""
 
 WEIGHTS, MANIFEST = "weights", "manifest.json"
 
@@ -84,7 +84,7 @@ class WeightsCache:
             self._remove_leftovers()
             _write(scratch / WEIGHTS, params)
             _write_manifest(scratch, params)
-            if not (self._folder / name).exists():  # unless another engine has written it
+            if not (self._folder / name).exists():  # another engine may have written it
                 scratch.rename(self._folder / name)
         except Exception as error:
             reason = str(error).partition("\n")[0][:200]

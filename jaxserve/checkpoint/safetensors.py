@@ -2,7 +2,7 @@
 
 A file consists of the length of the header (eight bytes), a JSON header, and the data. The header
 maps each tensor name to its dtype, shape and byte range in the data. The safetensors package is not
-used because numpy needs ml_dtypes for bfloat16, and so that errors say what is wrong with a file.
+used: its numpy interface has no bfloat16, and its errors do not say what is wrong with a file.
 """
 
 from __future__ import annotations

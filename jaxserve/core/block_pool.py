@@ -11,12 +11,12 @@ _NOT_FREE = -1
 
 
 class BlockPool:
-    """Hands out ``num_blocks`` blocks, of which block 0 is reserved.
+    """Hands out the blocks 1 to ``num_blocks`` - 1. Block 0 is reserved.
 
-    Free blocks form a doubly linked ring with block 0 as the sentinel, so taking the first block,
-    appending one and unlinking one from the middle are O(1), and the empty list needs no special
-    case. The list is ordered by last use: `take` removes blocks from the front, and a block whose
-    reference count drops to 0 is appended at the back.
+    Free blocks form a doubly linked ring with block 0 as the sentinel. So taking the first block,
+    appending a block and unlinking a block from the middle are O(1), and the empty list needs no
+    special case. The list is ordered by last use: `take` removes blocks from the front, and a block
+    whose reference count drops to 0 is appended at the back.
 
     Invariant (see `check_integrity`): a block is in the free list exactly once if its reference
     count is 0, and not at all otherwise.

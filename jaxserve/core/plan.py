@@ -1,4 +1,4 @@
-"""The plan of a step, its result, and the protocol of the runner: the seam below the scheduler."""
+"""The interface between scheduler and runner: the plan of a step, its result, and protocols."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Sizes:
     """The sizes that shape the device arrays and bound the scheduler.
 
     Attributes:
-      max_model_len: tokens of one request, prompt and output together.
+      max_model_len: the most tokens of one request, prompt and output together.
       block_size: slots in a block of the KV cache.
-      num_blocks: blocks in the KV cache, with block 0, which no request ever holds.
-      max_num_seqs: requests that run at the same time; the number of rows.
-      max_num_batched_tokens: tokens in one step.
-      decisions: how the context and the KV cache were sized, and why, for people.
+      num_blocks: blocks in the KV cache, including block 0, which no request ever holds.
+      max_num_seqs: the most requests that run at the same time; the number of rows.
+      max_num_batched_tokens: the most tokens in one step.
+      decisions: the sizes of the context and the KV cache with reasons, shown to the user.
     """
 
     max_model_len: int
@@ -34,7 +34,7 @@ class Sizes:
 
 
 class Constraint(Protocol):
-    """Follows the output of one request and restricts the tokens that may come next: a grammar.
+    """Restricts the tokens of one request; implemented by grammars.
 
     Methods never raise. An internal error ends the request that the constraint belongs to, and no
     other.
@@ -45,7 +45,8 @@ class Constraint(Protocol):
 
         Args:
           mask: numpy u32[ceil(V / 32)], overwritten; token 32 w + b is bit b of word w. At least
-            one bit is set afterwards. All bits are set if the request ends whatever comes next.
+            one bit is set afterwards. All bits are set if the request ends with the next token,
+            whichever it is.
         """
         ...
 
@@ -70,17 +71,18 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
       request_id: the request.
       row: the engine row of the request, in ``[0, max_num_seqs)``. A request keeps its row from
         admission until it finishes or is preempted.
-      is_new: the request was admitted in this step: discard the previous contents of the row.
+      is_new: whether the request was admitted in this step, so that the row may still hold the data
+        of an earlier request.
       start: position of the first token.
       num_tokens: number of tokens, at least 1.
-      token_ids: the token IDs at these positions. Empty if the only token is the one that this row
-        sampled last: the device has it, the host may not know it yet.
+      token_ids: the token IDs at these positions. Empty if the host does not know the only token
+        yet: the device has it, as the token that this row sampled last.
       block_offset: index of the first of ``new_block_ids`` in the block table of the row.
       new_block_ids: blocks to append to the block table of the row, in order.
-      samples: whether these tokens end with the last known one, so that the step samples the token
-        at position ``start + num_tokens``.
+      samples: whether no token is left for later steps, so that this step samples the token at
+        position ``start + num_tokens``.
       params: the sampling parameters of the request; ``seed`` is set.
-      eos_token_id: the end token that ``params.min_tokens`` holds back, or None.
+      eos_token_id: the end token, which is not sampled before ``params.min_tokens``; or None.
       num_prompt_tokens: positions below this hold the prompt; the rest is output.
       known_token_ids: all tokens of the request that the host knows, prompt first. The scheduler
         appends to this list after the step has started, so read it only while building the step.
@@ -107,7 +109,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_prompt_targets(self) -> int:
-        """Number of positions whose next token is a prompt token with requested logprobs.
+        """Number of positions followed by a prompt token whose log probability is requested.
 
         These are the first positions of ``[start, start + num_tokens)``.
         """
@@ -205,7 +207,7 @@ class StepHandle(Protocol):
         ...
 
     def result(self) -> StepResult:
-        """Waits for the step. Call it once."""
+        """Waits for the step and returns its result. Call it once."""
         ...
 
 

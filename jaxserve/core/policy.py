@@ -1,8 +1,8 @@
 """Scheduling policies. A policy is one function: the sort key of a request.
 
 The scheduler keeps both the waiting and the running requests sorted by that key. It admits the
-first of the waiting requests, and when blocks run out it preempts the last of the running ones. A
-key must not change while the request lives, and no two requests may have equal keys.
+first of the waiting requests, and when blocks run out it preempts the last of the running requests.
+The key of a request must never change, and no two requests may have equal keys.
 """
 
 from __future__ import annotations

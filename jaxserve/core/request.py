@@ -24,7 +24,7 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request from arrival to finish. Only the scheduler changes it.
+    """One completion, from arrival to finish. Only the scheduler changes it.
 
         | prompt ............ | output ........... | unknown |
         0              num_prompt_tokens    len(token_ids)   num_tokens
@@ -37,22 +37,22 @@ class Request:
     Attributes:
       id: unique among the requests of the engine.
       params: the sampling parameters; ``seed`` is set.
-      eos_token_id: the end token, or None if no token ends the request without a stop reason.
+      eos_token_id: the token that ends the request without a stop reason, or None.
       priority: used by the priority policy; lowest first.
       arrival_s: when the request reached the front, in seconds of `time.monotonic`.
-      order: number of the arrival at this engine; lower came earlier.
+      order: place in the order of arrival at this engine, from 0.
       num_prompt_tokens: positions below this hold the prompt, the rest is output. Output that an
         earlier engine generated before it died counts as output.
-      max_num_tokens: the request finishes by length when it has this many tokens, with the prompt.
+      max_num_tokens: the request ends with reason LENGTH at this many tokens, prompt included.
       token_ids: all tokens that the host knows, prompt first.
-      stop_token_ids: tokens that end the request with themselves as the stop reason.
+      stop_token_ids: tokens that end the request, each as its own stop reason.
       status: waiting, running or finished.
       num_computed_tokens: tokens whose keys and values are in the cache or being computed by a
         step in flight.
       num_unknown_tokens: tokens after ``token_ids`` that steps in flight are sampling.
       row: the engine row while the request runs, else None.
       block_ids: the block table: blocks of the KV cache in the order of their positions.
-      scheduled_s: when the request first ran, of the clock of ``arrival_s``.
+      scheduled_s: when the request was first admitted, on the clock of ``arrival_s``; None before.
       constraint: restricts the output, or None.
       prompt_logprobs: one entry per prompt token scored so far; entry 0 is None, since nothing
         precedes the first token. None if not requested, or already returned.
@@ -93,19 +93,20 @@ class Request:
 
         Args:
           submit: the request, validated by the front.
-          order: see `Request`.
+          order: place in the order of arrival at this engine, from 0.
           context_length: the most tokens that the request can have; see `context_length`.
           constraint: restricts the output, or None.
         """
         params = submit.params
         if submit.num_prior_tokens > 0 and params.prompt_logprobs is not None:
-            # The earlier engine returned them with the first token.
+            # The engine that died had returned them with the first token.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         num_prompt_tokens = len(submit.prompt_token_ids) - submit.num_prior_tokens
         max_num_tokens = context_length
         if params.max_tokens is not None:
             max_num_tokens = min(context_length, num_prompt_tokens + params.max_tokens)
         if params.pooling is not None:
+            # The request ends with the first sampled token, which is dropped.
             max_num_tokens = num_prompt_tokens + 1
         return cls(
             id=submit.request_id,
@@ -124,7 +125,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, with those that only the device knows."""
+        """Tokens so far, including those that only the device knows."""
         return len(self.token_ids) + self.num_unknown_tokens
 
     @property
@@ -154,15 +155,15 @@ class Request:
         return None, None
 
     def add_prompt_logprobs(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
-        """Adds the logprobs of the prompt tokens from position ``start + 1`` on.
+        """Adds the log probabilities of the prompt tokens from position ``start + 1`` on.
 
-        After a preemption, steps score prompt tokens again; entries that are known are skipped.
+        After a preemption, steps score prompt tokens again; known entries are skipped.
         """
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += entries[len(self.prompt_logprobs) - start - 1 :]
 
     def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Returns the requested prompt logprobs once, and stops asking steps for them."""
+        """Returns the requested prompt log probabilities once, and stops requesting them."""
         entries, self.prompt_logprobs = self.prompt_logprobs, None
         if entries is not None:
             self.params = msgspec.structs.replace(self.params, prompt_logprobs=None)
@@ -206,8 +207,8 @@ def check_length(
 
     Args:
       num_prompt_tokens: tokens of the prompt.
-      max_tokens: requested output tokens, or None for the rest of the context; 0 if the request
-        generates none.
+      max_tokens: requested output tokens; None for the rest of the context, 0 for a pooling
+        request.
       max_model_len, num_blocks, block_size: as in `messages.Ready`; ``num_blocks`` counts block 0.
 
     Raises:

@@ -21,15 +21,15 @@ class Scheduler:
     """Queues requests, plans steps and applies their results.
 
     `schedule` may be called again before the result of the previous step is known. It then plans
-    for tokens that only the device knows, and a request may turn out to have ended while another of
-    its steps is in flight: the token of that step is dropped when it arrives. The row and the
-    blocks of the ended request can still be reused at once, since the device runs steps in order.
+    for tokens that only the device knows. If a request turns out to have ended while its next step
+    is in flight, the token of that step is dropped. The row and the blocks of the ended request are
+    reused at once: the device runs steps in order, so the step in flight is done with them first.
 
     Args:
-      max_num_seqs: requests that run at the same time; the number of rows.
-      max_num_batched_tokens: tokens in one step; at least ``max_num_seqs``, so that every request
-        with only one token to compute gets it in every step.
-      max_model_len: tokens of one request, prompt and output together.
+      max_num_seqs: the most requests that run at the same time; the number of rows.
+      max_num_batched_tokens: the most tokens in one step; at least ``max_num_seqs``, so that every
+        running request with one token to compute is in every step.
+      max_model_len: the most tokens of one request, prompt and output together.
       num_blocks, block_size: the KV cache; block 0 is never used.
       policy: a name in `policy.POLICIES`.
 
@@ -58,7 +58,7 @@ class Scheduler:
         }
         self._kv = KVCacheManager(BlockPool(num_blocks), block_size)
         self._key = POLICIES[policy]
-        # Both are sorted by the key of the policy. They rarely hold more than a few thousand
+        # Both lists are sorted by the key of the policy. They rarely hold more than a few thousand
         # requests, and moving that many pointers takes a microsecond, so a list beats a heap.
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -129,7 +129,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plans the next step, or returns None if no request can run now.
 
-        ``now`` is in seconds, of the clock that ``arrival_s`` is read from.
+        ``now`` is in seconds, on the clock of ``arrival_s``.
         """
         draft = StepDraft(self._max_num_batched_tokens)
         preempted = self._schedule_running(draft)
@@ -145,8 +145,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Applies the result of a step. Call it once per plan, in the order of the steps.
 
-        Returns one output for each sampled token of a request that is still alive. A pooling
-        request has one output, with its vector and without tokens.
+        Returns one output for each sampled token of a request that has not ended. A pooling request
+        has one output, with its vector and without tokens.
         """
         drafted = list(zip(self._in_flight.pop(plan.step_id), plan.scheduled, strict=True))
         _add_prompt_logprobs(drafted, result)
@@ -221,7 +221,8 @@ class Scheduler:
         prompts share the rest of the budget; their blocks were allocated at admission.
         """
         total_preemptions = self._total_preemptions
-        # Preemption pops `_running` from its end during this loop, at most up to this request.
+        # Preemption removes requests from the end of `_running` during this loop: first those after
+        # this request, then this request itself.
         for request in self._running:
             if request.num_tokens - request.num_computed_tokens != 1 or _will_end(request):
                 continue
@@ -253,7 +254,7 @@ class Scheduler:
         return new_block_ids
 
     def _admit(self, draft: StepDraft, now: float) -> None:
-        """Admits waiting requests to the step, in order, while budget, rows and blocks last."""
+        """Admits waiting requests to the step, in order, while tokens, rows and blocks are left."""
         while self._waiting and self._free_rows and draft.budget > 0:
             request = self._waiting[0]
             if request.num_unknown_tokens > 0:
@@ -298,7 +299,7 @@ class Scheduler:
 
 
 def _will_end(request: Request) -> bool:
-    """Whether the token in flight is certain to be the last one, by length."""
+    """Whether the token in flight reaches the length limit, so that no further step is needed."""
     return request.num_tokens >= request.max_num_tokens
 
 

@@ -38,7 +38,8 @@ class StepDraft:
     ) -> None:
         """Adds the next ``num_tokens`` tokens of a running request.
 
-        ``new_block_ids`` were just appended to its block table; ``is_new`` if it was just admitted.
+        ``new_block_ids`` have just been appended to the request's block table. ``is_new`` tells
+        whether the request has just been admitted.
         """
         assert request.row is not None
         assert request.num_unknown_tokens <= 1, "at most two steps may be in flight"

@@ -1,5 +1,5 @@
-"""One engine: builds it, runs its loop, and serves it from a process of its own.
+"""An engine: the factory that builds it, its loop, and the process that it runs in.
 
-Everything but `factory` is host-only: `core`, `process`, `sizing` and `startup` never reach jax, so
-the front process may import them. The package does not know HTTP, text or where the front runs.
+Only `factory` needs jax. `core`, `process`, `sizing` and `startup` never import it, so the front
+process may import them. The package does not know HTTP, text or where the front runs.
 """

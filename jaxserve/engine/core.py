@@ -2,7 +2,7 @@
 
 One `EngineCore.step` with two steps in flight:
 
-    Submit ──> Scheduler.add           the request waits; one with a grammar waits for that first
+    Submit ──> Scheduler.add           with a grammar, only after the grammar is compiled
     Scheduler.schedule ──> StepPlan    which tokens of which requests, new blocks, rows
     Runner.execute(plan)               packs the plan, starts the forward pass, returns a handle
     result() of the previous step      waits for its sampled token IDs
@@ -10,8 +10,8 @@ One `EngineCore.step` with two steps in flight:
     handle.sample()                    constrained plans only: the masks depend on these tokens
 
 Sampled tokens stay on the device as the input of the next step. The host receives them one step
-later, so the device does not wait for the host. With depth 1, the host waits for each step before
-it plans the next one.
+later, so the device does not wait for the host. With one step in flight
+(``--no-async-scheduling``), the host waits for each step before it plans the next one.
 """
 
 from __future__ import annotations
@@ -33,21 +33,18 @@ from jaxserve.structured_output.compiling import Compile, CompilingRequests
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.005
-"""Seconds that a step with nothing else to do waits for a grammar to compile."""
+"""Seconds that `EngineCore.step` waits for a grammar to compile if it has nothing else to do."""
 
 
 class EngineCore:
-    """Keeps up to ``depth`` steps of a scheduler in flight on a runner.
+    """Runs the steps of a scheduler on a runner, one or two in flight.
 
-    With depth 1, the tokens of a step are applied before the next step is planned. With depth 2,
-    the next step is already on the device by then, so the device does not wait for the host.
-
-    One thread calls every method. There is no clock: `step` receives the time.
+    All methods must be called from one thread.
 
     Args:
       scheduler: plans the steps.
-      runner: runs them.
-      depth: steps that may be in flight, 1 or 2.
+      runner: runs the steps.
+      depth: the most steps in flight, 1 or 2.
       compile_grammar: compiles the constraint of a request with a grammar. If None, grammars are
         ignored.
     """
@@ -77,8 +74,8 @@ class EngineCore:
     def add(self, submit: Submit) -> None:
         """Queues a request. If it cannot be served, the next `step` ends it with an error.
 
-        The front validates requests and gives clients the reason, so this is a second line of
-        defence.
+        The front has validated the request with the same rules and would have told the client the
+        reason, so this is only a safeguard.
         """
         if submit.params.grammar is None or self._compiling is None:
             self._admit(submit, None)
@@ -101,10 +98,13 @@ class EngineCore:
         at once, so that the caller can add new requests before the next call.
 
         Args:
-          now: the time in seconds, of the clock that ``Submit.arrival_s`` is read from.
+          now: the time in seconds, on the clock of ``Submit.arrival_s``.
+
+        Returns:
+          The outputs of the step that it waited for, and an error for each refused request.
 
         Raises:
-          Exception: whatever the runner raises. The engine cannot be used after that.
+          Exception: the runner failed. The engine cannot be used after that.
         """
         self._num_step_tokens = 0
         outputs: list[RequestOutput] = []
@@ -153,7 +153,8 @@ class EngineCore:
     def stats(self) -> StepStats:
         """Returns the state after the last `step`.
 
-        ``num_step_tokens`` belongs to the step that it waited for; 0 if it waited for none.
+        ``num_step_tokens`` counts the tokens of the step that `step` waited for; 0 if there was
+        none.
         """
         stats = self._scheduler.stats()
         return msgspec.structs.replace(
@@ -166,7 +167,7 @@ class EngineCore:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """The result of an engine factory: an engine that can serve, and its resolved settings."""
+    """The result of an engine factory: an engine ready to serve, and its resolved settings."""
 
     core: EngineCore
     ready: Ready
@@ -183,16 +184,16 @@ def assemble(
     decisions: list[Decision],
     compile_grammar: Compile | None = None,
 ) -> BuiltEngine:
-    """Puts a scheduler in front of a runner. Every engine factory ends with this.
+    """Builds an engine from a runner. Every engine factory ends with this call.
 
     Args:
-      config: the policy, the depth and the limit of logprobs.
+      config: gives the scheduling policy, the depth and the limit of log probabilities.
       engine: index of the engine among the replicas.
       runner: built for ``sizes``.
       sizes: the resolved sizes.
       vocab_size: token IDs are in ``[0, vocab_size)``.
       hidden_size: length of the vectors of pooling requests.
-      decisions: what was resolved, with reasons, for people.
+      decisions: the resolved settings with reasons, shown to the user.
       compile_grammar: see `EngineCore`.
 
     Raises:

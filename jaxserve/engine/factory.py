@@ -36,13 +36,13 @@ from jaxserve.text.tokenizer import Tokenizer
 def build(
     config: EngineConfig, engine: int, on_progress: Callable[[Progress], None]
 ) -> BuiltEngine:
-    """Builds engine number ``engine``, ready to serve.
+    """Builds an engine that is ready to serve.
 
     Args:
       config: the settings that the user asked for.
       engine: index of the engine among the replicas.
-      on_progress: receives progress reports, every few seconds at least; called from two threads,
-        but never concurrently.
+      on_progress: receives progress reports, at least one every few seconds; called from two
+        threads, but never concurrently.
 
     Raises:
       CheckpointError: the model is missing, damaged or not supported.
@@ -67,7 +67,7 @@ def build(
 
     phase = functools.partial(Phase, engine, on_progress=on_progress)
     with phase("load weights", "bytes") as loading:
-        graphdef, params, source = _load(
+        graphdef, params, weights_decisions = _load(
             config.model.weights_cache, checkpoint, spec, dtype=dtype, loop=loop, phase=loading
         )
     with phase("allocate KV cache", "bytes") as allocating:
@@ -93,7 +93,7 @@ def build(
         sizes,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        decisions=[*decisions, *source, *sizes.decisions, kept],
+        decisions=[*decisions, *weights_decisions, *sizes.decisions, kept],
         compile_grammar=grammars.start,
     )
 
@@ -135,7 +135,7 @@ def _layer_loop(
 def _load(
     cache: str, checkpoint: Checkpoint, spec: ModelSpec, *, dtype: str, loop: Any, phase: Phase
 ) -> tuple[Any, Any, list[Decision]]:
-    """Returns the graph of the model, its weights, and a decision if there is a weights cache."""
+    """Returns the graph of the model, its weights, and decisions about the weights cache."""
 
     def on_bytes(done: int, total: int) -> None:
         phase.update(done, total, f"{done / phase.seconds / 1e9:.2f} GB/s")
@@ -165,7 +165,9 @@ def _allocate(
     config: EngineConfig, spec: ModelSpec, dtype: str, phase: Phase
 ) -> tuple[Sizes, kv_cache.KVCache]:
     """Resolves the sizes and allocates the KV cache. The weights must be in place."""
-    # Reads the device again: the cache gets the memory that the weights have left.
+    # Reads the device again: the cache gets the memory that the weights have left. JAX reserved
+    # `pool_fraction` of the GPU's memory as its pool. Weights and cache may take `memory_fraction`
+    # of the GPU's memory, which is this part of the pool.
     pool_part = config.cache.memory_fraction / config.cache.pool_fraction
     device = current_device(pool_part=pool_part)
     shape = {

@@ -3,11 +3,11 @@
 Three threads, so that sockets and encoding never delay the device:
 
     input thread    receive, decode ──> inbox
-    main thread     inbox ──> EngineCore.step ──> outbox          (jax lives here)
+    main thread     inbox ──> EngineCore.step ──> outbox          (the only user of jax)
     output thread   outbox ──> encode, send
 
-The process exits on `Shutdown`, and at once when its standard input ends, which means that the
-front is gone. It ignores SIGINT and SIGTERM: a terminal or a service manager sends them to every
+The process exits on `Shutdown`. It exits at once when its standard input ends, because then the
+front has exited. It ignores SIGINT and SIGTERM: a terminal or a service manager sends them to every
 process of the group, but the front decides when its engines stop, after draining.
 """
 
@@ -79,14 +79,19 @@ class EngineLoop:
         self._sent_stats: StepStats | None = None
 
     def run(self) -> None:
-        """Runs until `Shutdown` arrives. Raises what a step raises."""
+        """Runs until `Shutdown` arrives.
+
+        Raises:
+          Exception: a step failed; see `EngineCore.step`.
+        """
         while True:
             idle = not self._core.has_work
             request = self._wait() if idle else None
             if not self._handle_requests(request):
                 return
             outputs = self._core.step(time.monotonic()) if self._core.has_work else []
-            # Drain the inbox again: the front balances load by the counts that `_report` sends.
+            # Handle requests that arrived during the step: the front balances load by the counts
+            # that `_report` sends.
             if not self._handle_requests():
                 return
             self._report(outputs, heartbeat=idle and request is None)
@@ -181,8 +186,8 @@ def failure(engine: int, error: Exception) -> EngineFailed:
 def exit_with_parent() -> None:
     """Asks the kernel to kill this process when the thread that started it ends (Linux only).
 
-    This works even if this process is stopped, or stuck in native code that holds the GIL. The end
-    of the standard input covers other systems, and a parent that died before this call.
+    This works even if this process is stopped, or stuck in native code that holds the GIL. On other
+    systems, or if the parent died before this call, the end of the standard input ends the process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -206,7 +211,7 @@ def _send_events(outbox: Outbox, sender: EventSender) -> None:
 
 
 def _start_thread(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
-    """Starts a daemon thread that the engine cannot do without: its failure ends the process."""
+    """Starts a daemon thread. If it fails, the process exits, since no engine works without it."""
 
     def run() -> None:
         try:

@@ -1,7 +1,7 @@
-"""Settles the dtype and the sizes that a config leaves open, each with a reason for people.
+"""Resolves the dtype and the sizes that a config leaves open, and gives the user a reason for each.
 
-`resolve_dtype` runs before the weights are loaded, `resolve_sizes` after: only then is known how
-much memory is left for the KV cache. Host-only.
+`resolve_dtype` runs before the weights are loaded. `resolve_sizes` runs afterwards, when the memory
+left for the KV cache is known.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Decision
 
 CPU_CACHE_BYTES = 768 * MIB
-"""KV cache on a CPU unless one full-length request needs more: the memory is shared with others."""
+"""Bytes of KV cache on a CPU, whose memory other programs share. If one full-length request needs
+more, the cache is larger.
+"""
 
 
 def resolve_dtype(config: ModelConfig, device: Device) -> tuple[str, Decision | None]:
-    """Returns the dtype of weights and activations, as numpy names it, and why.
+    """Returns the dtype of weights and activations, a numpy name, and the decision with its reason.
 
-    The reason is None if the user asked for the dtype.
+    The decision is None if the user asked for the dtype.
     """
     if config.dtype != "auto":
         return config.dtype, None
@@ -37,7 +39,7 @@ def resolve_sizes(
     context_length: int,
     bytes_per_token: int,
 ) -> Sizes:
-    """Settles every size that the config leaves open.
+    """Resolves every size that the config leaves open.
 
     Args:
       config: what the user asked for.
@@ -64,7 +66,7 @@ def resolve_sizes(
     else:
         budget, why = _cache_budget(cache, device, wanted_len * bytes_per_token)
         useful = max_num_seqs * _blocks_for(wanted_len, cache.block_size)
-        num_blocks = min(budget // block_bytes, useful) + 1
+        num_blocks = min(budget // block_bytes, useful) + 1  # block 0 is never used
     largest = (num_blocks - 1) * cache.block_size
     if largest < 1:
         raise ConfigError(
@@ -123,7 +125,7 @@ def _cache_budget(cache: CacheConfig, device: Device, full_length_bytes: int) ->
     if cache.kv_cache_memory_mib is not None:
         return cache.kv_cache_memory_mib * MIB, "as asked"
     if device.platform == "gpu":
-        return device.free_bytes, f"what is left of {cache.memory_fraction:.0%} of {device.kind}"
+        return device.free_bytes, f"{cache.memory_fraction:.0%} of {device.kind} minus the weights"
     half = device.free_bytes // 2
     wanted = max(CPU_CACHE_BYTES, full_length_bytes)
     if wanted <= half:

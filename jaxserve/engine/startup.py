@@ -1,7 +1,4 @@
-"""Progress reports of an engine while it starts: `Phase` sends them, `ProgressLines` prints them.
-
-Host-only.
-"""
+"""Progress reports of a starting engine: `Phase` sends them, `ProgressLines` prints them."""
 
 from __future__ import annotations
 
@@ -17,22 +14,22 @@ import msgspec
 from jaxserve.ipc.messages import Progress
 
 REPEAT_S = 2.0
-"""A phase without news repeats its last report after this time."""
+"""Seconds after which a phase without news repeats its last report."""
 
 INTERVAL_S = 4.0
-"""The shortest time between two lines about a running phase."""
+"""The fewest seconds between two lines about a running phase."""
 
 
 class Phase:
     """One phase of the start-up of an engine, as a context manager.
 
     Reports when it starts, on every `update`, and with its duration when it ends without an error.
-    A thread repeats the last report in between, so users can tell slow from stuck.
+    A thread repeats the last report in between, so that users can tell a slow start from a hang.
 
     Args:
       engine: index of the engine.
-      name: of the phase.
-      unit: of the numbers in `update`.
+      name: name of the phase.
+      unit: unit of the numbers in `update`.
       on_progress: receives the reports, from two threads but never concurrently.
     """
 

@@ -1,5 +1,5 @@
 """Model families in flax: their layers, and how config.json and weights are read.
 
-Knows the shape of a model (`spec`) and the ops. A family is one file and one line in `registry`.
-Knows nothing of requests, steps or sampling.
+The package knows the shape of a model (`spec`) and the ops, and nothing of requests, steps or
+sampling. A family is one file and one line in `registry`.
 """

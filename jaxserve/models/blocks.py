@@ -43,8 +43,8 @@ def parameter(*shape: int, parts: tuple[tuple[str, int], ...] = ()) -> nnx.Param
 
     Args:
       shape: the shape. The dtype float32 is a placeholder; `models.loading` chooses the real one.
-      parts: name and size of each part of the last axis that a checkpoint stores as a tensor of its
-        own.
+      parts: for a fused parameter, name and size of each part of the last axis. A checkpoint stores
+        each part as a separate tensor.
     """
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), parts=parts)
 
@@ -54,7 +54,7 @@ class Linear(nnx.Module):
 
     Args:
       num_inputs: size of the input.
-      outputs: size of the output; for fused layers the size of each by its name.
+      outputs: size of the output; for fused layers, the size of each output by name.
       bias: adds a bias.
     """
 
@@ -130,7 +130,7 @@ class Attention(nnx.Module):
           kv: the cache.
           layer: the layer of the cache that belongs to this module, in [0, L).
           step: the inputs that all layers share.
-          window: a query sees the latest ``window`` positions, its own included; None: all.
+          window: a query sees the latest ``window`` positions, including its own; None for all.
         """
         num_tokens = x.shape[0]
         q_end, k_end = self.sizes[0], self.sizes[0] + self.sizes[1]
@@ -161,7 +161,7 @@ class GatedMLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then MLP; each reads the normalised residual stream and adds to the stream."""
+    """Attention, then MLP. Each reads the normalised residual stream and adds its output to it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps)

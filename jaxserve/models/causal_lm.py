@@ -32,11 +32,11 @@ class CausalLM(nnx.Module):
     contains one layer. With ``"unroll"`` every layer has its own arrays and its own code.
 
     Class attributes of a family:
-      RULES: the parameter that each tensor of a checkpoint goes to.
+      RULES: the parameter that each tensor of a checkpoint fills.
       IGNORED: tensors that the model does not use, named as in rules.
-      COPIES_OF_TIED: tensors that repeat the embedding when it is the output head too.
+      COPIES_OF_TIED: tensors that repeat the embedding if it is also the output head.
       HF_DEFAULTS: the values of keys that are missing in a config.json of this family.
-      HF_FIXED: values that override config.json, by its keys and two more,
+      HF_FIXED: values that override config.json. It has the keys of config.json, and
         ``attention_output_bias`` and ``qk_norm``.
     """
 
@@ -110,7 +110,7 @@ class CausalLM(nnx.Module):
     ) -> tuple[Hidden, KVCache]:
         graphdef, weights = nnx.split(stacked)
 
-        # The cache is part of the carry: XLA would copy it as an input and output of each layer.
+        # The cache is in the carry. As a scanned input and output, XLA would copy it in each layer.
         def body(carry, inputs):
             x, kv = carry
             index, weights = inputs

@@ -14,12 +14,12 @@ from jaxserve.ops.elementwise import ACTIVATIONS
 
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
-"""Larger values are corrupt."""
+"""Sizes above these limits mean that config.json is damaged."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 NULL_HAS_A_MEANING = ("sliding_window", "head_dim")
-"""Keys whose null value means something else than a missing key."""
+"""Keys for which null does not mean the same as a missing key."""
 
 
 def read_spec(config: Mapping[str, Any]) -> ModelSpec:
@@ -89,7 +89,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _check_supported(config: Mapping[str, Any]) -> None:
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "of an unnamed kind")
+        method = config["quantization_config"].get("quant_method", "an unnamed method")
         raise UnsupportedModelError(
             f"weights quantised with {method} are not supported; use a float checkpoint, or GGUF"
         )
@@ -150,6 +150,7 @@ def _real(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Returns the attention window of each layer, in tokens; None for layers without a window."""
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
     if not config.get("use_sliding_window", True):
@@ -162,6 +163,7 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
         return (None,) * num_layers
     window = _size(config, "sliding_window")
     if kinds is None:
+        # The key counts the lower layers, which have no window.
         first = config.get("max_window_layers") or 0
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if len(kinds) != num_layers:
@@ -226,12 +228,15 @@ def _rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> rope.
 
 def _number(given: Mapping[str, Any], key: str) -> float:
     if not isinstance(given.get(key), int | float):
-        raise CheckpointError(f"the rope parameters in config.json need a number {key}: {given}")
+        raise CheckpointError(
+            f"{key} in the rope parameters of config.json must be a number, got "
+            f"{given.get(key)!r:.100}"
+        )
     return float(given[key])
 
 
 def _factors(given: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
-    """Reads the factors of a GGUF file, see `checkpoint.gguf_config.hf_config`."""
+    """Reads the rope type that only GGUF files have; see `checkpoint.gguf_config.hf_config`."""
     factors = tuple(map(float, given["factors"]))
     if len(factors) != head_dim // 2:
         raise CheckpointError(
@@ -242,6 +247,7 @@ def _factors(given: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
 
 
 def _yarn(given: Mapping[str, Any], original: int, max_positions: int) -> rope.YarnScaling:
+    """Reads the parameters of YaRN, with the defaults of `transformers`."""
     factor = given.get("factor") or max_positions / original
 
     def magnitude(weight: float) -> float:
@@ -264,6 +270,7 @@ def _yarn(given: Mapping[str, Any], original: int, max_positions: int) -> rope.Y
 
 
 def _context_length(scaling: rope.Scaling | None, max_positions: int) -> int:
+    """Returns the longest context in tokens, which a scaling may extend past ``max_positions``."""
     match scaling:
         case rope.LinearScaling(factor) | rope.DynamicScaling(factor):
             return int(factor * max_positions)

@@ -51,10 +51,10 @@ def load_params(
     loop: Loop,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nnx.GraphDef[CausalLM], Params]:
-    """Reads the weights of a model; ``nnx.merge`` of the two results is the model.
+    """Reads the weights of a model. ``nnx.merge`` makes the model from the two results.
 
-    Checkpoints of the base model, whose names lack the prefix "model.", load too. Tensors that do
-    not belong to the model, such as the state of an optimizer, are skipped with a warning.
+    Checkpoints of the base model, whose names lack the prefix "model.", are accepted too. Tensors
+    that do not belong to the model, such as the state of an optimizer, are skipped with a warning.
 
     Peak memory is the weights, the tensor that is being read and, on a device with its own memory,
     the parameter that is being copied to it.
@@ -132,7 +132,7 @@ def _path(target: str) -> tuple[str | int, ...]:
 def _full_names(
     names: Sequence[str], destinations: Mapping[str, mapping.Destination], *, prefix: str = "model."
 ) -> dict[str, str]:
-    """Maps each name to its name in the full model, as the checkpoint may be of the base model."""
+    """Maps each name to its name in the full model, in case the checkpoint is of the base model."""
     if any(name.startswith(prefix) for name in names):
         return {name: name for name in names}
     own = {name.split(".")[1] for name in destinations if name.startswith(prefix)}

@@ -15,11 +15,11 @@ class ModelSpec:
       architecture: a key of `models.registry.MODELS`.
       activation: a key of `ops.elementwise.ACTIVATIONS`.
       norm_eps: added to the mean of the squares in every norm.
-      windows: for each layer, the number of latest positions that a query sees, its own included;
-        None: all.
+      windows: for each layer, the number of latest positions that a query sees, including its own;
+        None for all.
       qkv_bias, attention_output_bias, mlp_bias: the linear layers that have a bias.
       qk_norm: normalises the queries and keys of each head.
-      tied_head: the embedding is the output head too.
+      tied_head: the embedding is also the output head.
       context_length: the longest context, in tokens, that the model is made for.
     """
 
@@ -44,5 +44,5 @@ class ModelSpec:
 
     @property
     def layers_are_alike(self) -> bool:
-        """True if one program fits all layers, so that a loop can run them."""
+        """Whether one program fits all layers, so that a loop can run them."""
         return len(set(self.windows)) == 1

@@ -1,4 +1,4 @@
-"""The seam between a model and the kernels that read and write its KV cache.
+"""The interface between a model and the kernels that read and write its KV cache.
 
 A backend is two pure functions, `write` and `attend`. `select` chooses a backend once, and the
 compiled step closes over it. To add a backend, write the two functions and add a line to
@@ -43,11 +43,12 @@ class KVCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionMeta:
-    """Maps each token of the packed super-sequence to its request and to its slot in the cache.
+    """Maps each token of a step to its request and to its slot in the cache.
 
-    T, R and W are padded sizes. Real entries precede padding in every array, and no backend reads
-    or writes live data through padding. The tokens of a request are contiguous, in order of
-    position. Requests with one token (decode) precede the others.
+    The tokens of all requests form one sequence. The tokens of a request are contiguous, in order
+    of position, and requests with one token (decode) precede the others. T, R and W are padded
+    sizes: real entries precede padding in every array. Backends must not read or write live data
+    through padding.
 
     Attributes:
       positions: i32[T], the position of each token in its own request, in [0, max_model_len);
@@ -106,7 +107,7 @@ class AttendFn(Protocol):
 
         The query at position p of its request sees positions max(0, p - window + 1) .. p, from 0
         without a window. Scores are ``q . k * scale``, then ``soft_cap * tanh(s / soft_cap)`` if a
-        cap is given. The softmax is in float32. Rows of padding tokens hold any finite values.
+        cap is given. The softmax is in float32. Outputs of padding tokens are arbitrary but finite.
         """
         ...
 
@@ -137,7 +138,7 @@ def serves_everything(shape: AttentionShape) -> None:
 
 
 class AttentionBackend(NamedTuple):
-    """The functions with which one kind of device reads and writes the cache.
+    """The functions that write and read the cache on one kind of device.
 
     ``remark`` tells the user about a drawback of the backend on this device; usually empty.
     """
@@ -168,8 +169,8 @@ def select(name: str, device: Device, shape: AttentionShape) -> tuple[AttentionB
     """Returns the backend to use on a device, and the reason for the choice.
 
     Args:
-      name: a key of `BACKENDS`, or "auto", which means the kernels on a GPU if they support the
-        shape, and xla otherwise.
+      name: a key of `BACKENDS`, or "auto", which means the Pallas kernels on a GPU if they support
+        the shape, and xla otherwise.
       device: the device that runs the step.
       shape: the attention to serve.
 
@@ -189,7 +190,7 @@ def select(name: str, device: Device, shape: AttentionShape) -> tuple[AttentionB
 
 def _select_auto(device: Device, shape: AttentionShape) -> tuple[AttentionBackend, str]:
     if device.platform == "cpu":
-        return load("xla", device), f"runs on any device, {device.kind} too"
+        return load("xla", device), f"runs on every device, including {device.kind}"
     kernels = load("pallas_triton", device)
     try:
         kernels.check(shape)

@@ -47,10 +47,11 @@ def _check(shape: AttentionShape, *, device: Device) -> None:
     fp8 = shape.cache_dtype.startswith("float8")
     least = MIN_COMPUTE_CAPABILITY_FP8 if fp8 else MIN_COMPUTE_CAPABILITY
     if device.platform == "gpu" and (capability is None or capability < least):
-        kind = "an NVIDIA GPU" if capability is None else "compute capability {}.{}".format(*least)
+        kind = "an NVIDIA GPU" if capability is None else "compute capability {}.{} or newer"
         what = f" with a cache of {shape.cache_dtype}" if fp8 else ""
         raise ConfigError(
-            f"the attention backend pallas_triton{what} needs {kind} or newer, got {device.kind}"
+            f"the attention backend pallas_triton{what} needs {kind.format(*least)}, got "
+            f"{device.kind}"
         )
     if shape.cache_dtype == "int8":
         raise ConfigError("the attention backend pallas_triton has no scales for a cache of int8")

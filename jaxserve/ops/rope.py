@@ -1,7 +1,7 @@
 """Rotary position embedding, and the scalings that stretch it to longer contexts.
 
-Every rotation is a function of the model and, for `DynamicScaling`, of the token's own position.
-How a prompt is cut into chunks, and what the cache holds already, cannot change it.
+The frequencies depend on the model and, for `DynamicScaling`, on the token's own position. They
+depend neither on the chunks that a prompt is cut into nor on the contents of the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ class LinearScaling:
 class Llama3Scaling:
     """Divides low frequencies by ``factor``, keeps high ones and blends between (Llama 3.1).
 
-    ``original_length`` is the context length in tokens of the original training.
+    Attributes:
+      factor: divides the low frequencies.
+      low_freq_factor: the most turns over the original context of a low frequency.
+      high_freq_factor: the fewest turns over the original context of a high frequency.
+      original_length: the context length in tokens of the original training.
     """
 
     factor: float
@@ -38,7 +42,13 @@ class Llama3Scaling:
 class YarnScaling:
     """Divides low frequencies by ``factor``, keeps high ones, with a linear ramp between.
 
-    ``attention_factor`` multiplies cosines and sines, and so its square multiplies the scores.
+    Attributes:
+      factor: divides the low frequencies.
+      original_length: the context length in tokens of the original training.
+      attention_factor: multiplies cosines and sines, so that its square multiplies the scores.
+      beta_fast: the fewest turns over the original context of a high frequency.
+      beta_slow: the most turns over the original context of a low frequency.
+      truncate: rounds the ends of the ramp to whole pairs of dimensions.
     """
 
     factor: float
@@ -51,12 +61,12 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """Raises the base with the length of the context beyond ``original_length`` tokens.
+    """Raises the base of the frequencies when the context is longer than ``original_length``.
 
-    The length is counted up to the token itself, so a token within the original length is rotated
-    as without scaling. `transformers` computes the same while it generates token by token. Given a
-    long prompt in one call, it rotates all tokens by the full length; then a token's key depends on
-    later tokens and cannot be cached.
+    The context of a token ends with the token itself, so tokens within the original length are
+    rotated as without scaling. `transformers` computes the same while it generates token by token.
+    But if it gets a long prompt in one call, it rotates all tokens by the full length. Then a
+    token's key depends on later tokens and cannot be cached.
     """
 
     factor: float
@@ -80,7 +90,7 @@ class Rope:
     Attributes:
       theta: base of the frequencies.
       head_dim: size of a head, even.
-      scaling: how the rotation is stretched to longer contexts, if at all.
+      scaling: stretches the rotation to longer contexts; None for no scaling.
     """
 
     theta: float
@@ -164,7 +174,7 @@ def _yarn_frequencies(
     unscaled: Float32[np.ndarray, " half_head_dim"], rope: Rope, scaling: YarnScaling
 ) -> Float32[np.ndarray, " half_head_dim"]:
     def dimension_with(turns: float) -> float:
-        """Returns the pair of dimensions that turns this often over the original context."""
+        """Returns the pair of dimensions that makes this many turns over the original context."""
         wavelength = scaling.original_length / (turns * 2 * math.pi)
         return rope.head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

@@ -1,9 +1,9 @@
 """Paged attention in plain jnp: runs on every device, is fast on a CPU, and checks the kernels.
 
-Both paths walk over the cache in chunks of a few blocks with an online softmax: a chunk stays in
-the processor's cache while it is used, and no path reads past the longest request that it serves.
-All arithmetic is float32. Dimensions as in `ops.attention`, and: C tokens of a chunk, G query heads
-for each key-value head (N = K * G), M rows of a decode tile, Q queries of a prefill tile.
+Decode and prefill both read the KV cache in chunks of a few blocks, with an online softmax. A chunk
+stays in the processor's cache while it is used, and nothing past the longest request is read. All
+arithmetic is float32. Dimensions as in `ops.attention`, and: C tokens of a chunk, G query heads for
+each key-value head (N = K * G), M rows of a decode tile, Q queries of a prefill tile.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxserve.device import Device
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache, LayerIndex
 
-# The score of a position that a query does not see. It is finite, so that a query without a visible
-# position so far gets equal weights and no NaN; they vanish at the first real score.
+# The score of a position that a query does not see. -inf would give NaN to a query that has no
+# visible position yet. This score gives it equal weights, which the first real score makes zero.
 _MASKED = -1e30
-# Floats of keys that a decode tile reads at a time. Measured: the optimum is flat.
+# Floats of keys that a decode tile reads at a time. Measurements show little effect near this size.
 _DECODE_CHUNK_FLOATS = 2**19
 _MAX_DECODE_TILE = 16
 _CHUNK = 128  # tokens of a request that are read at a time
@@ -69,7 +69,7 @@ class _Softmax(NamedTuple):
     Attributes:
       highest: f32[...], the highest score.
       total: f32[...], the sum of the weights ``exp(score - highest)``.
-      values: f32[..., H], the sum of the values by weight.
+      values: f32[..., H], the weighted sum of the values.
     """
 
     highest: jax.Array
@@ -81,7 +81,7 @@ class _Softmax(NamedTuple):
         return _Softmax(jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
 
     def add(self, scores: Float32[Array, "*batch chunk"], weighted_sum: _WeightedSum) -> _Softmax:
-        """Adds positions with scores f32[..., C]; ``weighted_sum`` sums their values by weights."""
+        """Adds positions with scores f32[..., C], and the ``weighted_sum`` of their values."""
         highest = jnp.maximum(self.highest, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - highest[..., None])
         shrink = jnp.exp(self.highest - highest)
@@ -134,6 +134,7 @@ def attend(
     if meta.decode_only:
         out = _decode(queries, meta.block_tables, meta.seq_lens, cache, options)
         return out.astype(q.dtype)
+    # Rows with one token take the decode path, all others the prefill path.
     num_tokens, num_rows = q.shape[0], meta.seq_lens.shape[0]
     counts = jnp.diff(meta.query_start)
     first = jnp.minimum(meta.query_start[:-1], num_tokens - 1)
@@ -155,14 +156,14 @@ def _decode(
 ) -> Float32[Array, "rows heads head_dim"]:
     """Attends with one query per row, at its last position; rows of length 0 get finite values.
 
-    The rows are sorted by length and served in tiles, each as long as its longest row.
+    The rows are sorted by length and served in tiles, each of which ends with its longest row.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = cache.kv.k.shape[3], cache.block_size
     tile, chunk_blocks = _decode_tile(num_rows, tables.shape[1], cache)
     chunk = chunk_blocks * block_size
     used = jnp.arange(tables.shape[1]) * block_size < seq_lens[:, None]
-    tables = jnp.where(used, tables, 0)
+    tables = jnp.where(used, tables, 0)  # unused entries may be out of range
 
     order = jnp.argsort(-seq_lens)
     padding = (0, -num_rows % tile)
@@ -203,7 +204,7 @@ def _decode_tile(num_rows: int, width: int, cache: _Layer) -> tuple[int, int]:
     """Returns the rows of a tile, and the blocks of each row that are read at a time."""
     tokens = _DECODE_CHUNK_FLOATS // math.prod(cache.kv.k.shape[3:])
     tile = max(1, min(num_rows, _MAX_DECODE_TILE, tokens // _CHUNK))
-    # With few rows the chunks can be longer, so there are fewer of them.
+    # With few rows, longer chunks fit the limit.
     chunk = _CHUNK
     while chunk < 4 * _CHUNK and 2 * chunk * tile <= tokens:
         chunk *= 2
@@ -213,9 +214,9 @@ def _decode_tile(num_rows: int, width: int, cache: _Layer) -> tuple[int, int]:
 class _Query(NamedTuple):
     """The queries of a decode tile, in the layout that is fastest to multiply with keys.
 
-    With few key-value heads this is one matrix product over all of them, in which each query is
-    zero outside its own head. That wastes some arithmetic but reads keys and values as they lie in
-    memory.
+    With few key-value heads, one matrix product covers all heads: each query is padded with zeros
+    in place of the other heads. This wastes some arithmetic, but reads keys and values in their
+    order in memory.
 
     Attributes:
       q: f32[M, K, G, H].
@@ -259,7 +260,7 @@ class _Query(NamedTuple):
 
 
 def _prefill(q: _Queries, meta: AttentionMeta, cache: _Layer, options: _Options) -> _Queries:
-    """Serves rows with more than one query, in tiles of queries of one row each.
+    """Serves rows with more than one query. Each tile holds queries of one row.
 
     The result is f32[T, N, H], zero for padding and for tokens of other rows.
     """

@@ -19,19 +19,19 @@ from jaxserve.runner.buckets import Bucket
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step, besides weights and cache.
+    """The inputs of a step other than weights and cache.
 
-    T is the padded number of tokens, R of requests; S is the number of engine rows.
+    T and R are the padded numbers of tokens and requests; S is the number of engine rows.
 
     Attributes:
       tokens: i32[T]; padding 0.
       fed_from_row: i32[T], the engine row in [0, S) whose last sampled token replaces ``tokens``,
         or -1; padding -1.
       meta: which tokens belong together and where their cache is.
-      logit_tokens: i32[R], index in [0, T) of the last token of each request, after which logits
-        are computed; padding 0.
-      kept_in_row: i32[R], the engine row in [0, S) that keeps the most likely token as its last
-        one. S, which drops the token, for padding, for requests that do not sample and for those
+      logit_tokens: i32[R], index in [0, T) of the last token of each request, whose hidden state
+        gives the logits; padding 0.
+      kept_in_row: i32[R], the engine row in [0, S) that stores the most likely token as its last
+        token. S drops the token: for padding, for requests that do not sample, and for requests
         whose token comes from the sampler.
     """
 
@@ -64,7 +64,7 @@ class BatchBuilder:
         """Returns the inputs of a plan as numpy arrays, padded to a bucket that holds the plan.
 
         ``to_sample`` has the indices in ``plan.scheduled`` of the requests whose token comes from
-        the sampler. The step keeps the most likely token of the others that sample.
+        the sampler. For all other requests that sample, the step stores the most likely token.
         """
         parts = plan.scheduled
         for part in parts:

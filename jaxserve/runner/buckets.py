@@ -24,11 +24,11 @@ class Bucket:
 
     @property
     def decode_only(self) -> bool:
-        """True if every request has one token; token r belongs to request r."""
+        """Whether every request has exactly one token; then token r belongs to request r."""
         return self.num_tokens == self.num_rows
 
     def holds(self, other: Bucket) -> bool:
-        """Returns True if a step of the size of ``other`` can be padded to this bucket."""
+        """Returns whether a step of the size of ``other`` can be padded to this bucket."""
         return (
             self.num_tokens >= other.num_tokens
             and self.num_rows >= other.num_rows
@@ -49,7 +49,7 @@ NARROW_TABLE = 512
 
 MIN_SAMPLED = 4
 MANY_SAMPLED = 16
-"""Beyond this number of sampled rows, the sizes grow by 2 instead of 4."""
+"""From this number of sampled rows on, each size is 2 times the previous one instead of 4 times."""
 
 
 class Buckets:
@@ -112,8 +112,8 @@ def sampler_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Returns the numbers of rows that the sampler is compiled for, in ascending order.
 
     The sampler has fewer sizes than the step, since each size means several programs and sampling a
-    few padded rows takes little of a step's time. Sampling twice as many of many rows takes much
-    more than twice as long, so large sizes are closer to each other.
+    few padded rows takes little of a step's time. For many rows the time grows faster than their
+    number, so large sizes are closer to each other.
     """
     sizes = [min(MIN_SAMPLED, max_num_seqs)]
     while sizes[-1] < max_num_seqs:

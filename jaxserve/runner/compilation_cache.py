@@ -12,13 +12,13 @@ from jaxserve.ipc.messages import Decision
 
 
 def keep_compiled_programs(folder: str) -> Decision:
-    """Makes jax store every compiled program in a folder, and look there before it compiles.
+    """Makes jax store every compiled program in a folder, and search the folder before it compiles.
 
     Programs are loaded as code, so the folder is created with permissions for its owner only.
     Programs are not kept if ``folder`` is empty or cannot be written to.
 
     Returns:
-      The decision, for the log of the start.
+      Whether programs are kept and why, shown to the user.
     """
     what = "compiled programs"
     if not folder:

@@ -16,8 +16,9 @@ CPU_INFO = Path("/proc/cpuinfo")
 def current_device(*, pool_part: float = 1.0) -> Device:
     """Returns the default device of jax.
 
-    ``free_bytes`` is the memory that is available now. On an accelerator, jax has reserved a pool
-    at its start, and ``free_bytes`` is the rest of the fraction ``pool_part`` in [0, 1] of it.
+    On a CPU, ``free_bytes`` is the available memory. On a GPU, jax reserves a pool of memory when
+    it starts, and ``free_bytes`` is the fraction ``pool_part`` (0 to 1) of the pool minus the bytes
+    in use.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
@@ -43,7 +44,7 @@ def _compute_capability(text: str) -> tuple[int, int] | None:
 
 
 def _cpu() -> tuple[str, set[str]]:
-    """Returns name and feature flags of the first CPU; "CPU" and none if the system has no file."""
+    """Returns name and feature flags of the first CPU; "CPU" and no flags without `CPU_INFO`."""
     if not CPU_INFO.exists():
         return "CPU", set()
     first = CPU_INFO.read_text().split("\n\n")[0]

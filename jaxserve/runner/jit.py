@@ -1,4 +1,4 @@
-"""Calls of jitted functions: few transfers to the device, and no unnoticed compilation.
+"""Calls jitted functions with few transfers to the device, and records every compilation.
 
 This is the only module that uses a private interface of jax, in `num_programs`.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger("jaxserve")
 class Packed:
     """The arrays of a pytree, all of 32-bit dtypes, end to end in one buffer.
 
-    A step has many small inputs. In one buffer they take one transfer to the device.
+    A step has many small inputs, which one buffer moves to the device in one transfer.
 
     Attributes:
       buffer: i32[N], a numpy array as made by `pack`, a jax array inside a jitted function.
@@ -71,7 +71,7 @@ class CompilationLog:
 
     @contextlib.contextmanager
     def expected(self) -> Iterator[None]:
-        """Silences the warnings while no request is running."""
+        """Turns the warnings off, for compilations while no request is running."""
         self._is_expected = True
         try:
             yield
@@ -109,9 +109,10 @@ class Program:
 
 
 def num_programs(jitted: Any) -> int:
-    """Returns for how many combinations of shapes and static arguments a function is compiled.
+    """Returns the number of programs that jax has compiled for a function.
 
-    jax has no public interface for this. pyproject.toml bounds the version of jax, and
-    tests/runner/test_jit.py fails when the private one changes.
+    Each combination of shapes and static arguments is one program. jax has no public interface for
+    this. pyproject.toml bounds the version of jax, and tests/runner/test_jit.py fails when the
+    private interface changes.
     """
     return jitted._cache_size()

@@ -34,7 +34,7 @@ def allocate(
 ) -> KVCache:
     """Allocates a cache of zeros.
 
-    It waits for the device, so that a lack of memory fails here and not in the first step.
+    It waits for the device, so that a lack of memory is noticed here and not in the first step.
     """
     shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
     k, v = (jnp.zeros(shape, np.dtype(dtype)) for _ in range(2))

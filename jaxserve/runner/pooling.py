@@ -16,7 +16,7 @@ from jaxserve.runner.jit import CompilationLog, Program
 from jaxserve.runner.step import LanguageModel
 
 CHUNK = 8
-"""Requests that one call pools: a fixed number makes one program per number of tokens."""
+"""Requests that one call pools. The number is fixed, to have one program per number of tokens."""
 
 
 class Pooler:
@@ -52,7 +52,7 @@ class Pooler:
           plan: the plan of the step.
 
         Returns:
-          None if the plan asks for no pooling.
+          The vectors in flight, or None if the plan asks for no pooling.
         """
         count = len(plan.pooling)
         if count == 0:

@@ -1,7 +1,7 @@
 """Computes log probabilities of the tokens of prompts from the hidden states of a step.
 
 The logits of a whole prompt would take much memory, so they are computed for a fixed number of rows
-at a time. The fixed number also means one program for each number of most likely tokens.
+at a time. With a fixed number of rows, each number of most likely tokens needs only one program.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PromptScorer:
     Args:
       bind: makes the model from its parameters; called while tracing.
       vocab_size: V.
-      logprobs_mode: see `LogprobsConfig`. Raw and processed are the same for tokens that were not
-        sampled.
+      logprobs_mode: see `LogprobsConfig`. Raw and processed are the same here, since prompt tokens
+        are not sampled.
       log: receives the compilations.
     """
 
@@ -77,7 +77,7 @@ class PromptScorer:
           plan: the plan of the step.
 
         Returns:
-          None if the plan asks for no prompt log probabilities.
+          The log probabilities in flight, or None if the plan asks for none.
         """
         scoring = plan.scoring
         if not scoring:
@@ -153,10 +153,11 @@ class PromptScores:
 def _indices_and_targets(
     plan: StepPlan,
 ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
-    """Returns, for each prompt token to score, the index in the step of the token before it, and
-    the token itself.
+    """Returns where the hidden states to score are in a step, and the prompt tokens that follow.
 
-    Both are i32[N], padded with 0 to a multiple of `CHUNK`.
+    Returns:
+      (indices, targets), both i32[N] and padded with 0 to a multiple of `CHUNK`. ``indices`` has
+      the index in the step of the token before each prompt token in ``targets``.
     """
     indices: list[int] = []
     targets: list[int] = []

@@ -1,4 +1,4 @@
-"""Runs plans on the device, and returns their results when they are there."""
+"""Runs plans on the device and returns their results."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from jaxserve.sampling.logprobs import to_message
 class ModelRunner:
     """Holds weights, KV cache and last tokens on the device, and runs steps over them.
 
-    Steps run in the order in which they are given, so a step may use tokens that the step before it
-    samples. `execute` does not wait for the device.
+    Steps run in the order of the calls of `execute`, which does not wait for the device. So a step
+    may use tokens that the step before it samples.
 
     Args:
       bind: makes the model from ``params``; called while a step is traced.
@@ -104,8 +104,7 @@ class ModelRunner:
         return step
 
     def warm_up(self, on_program: Callable[[int, int, str], None]) -> None:
-        """Compiles every bucket and the common programs of the sampler by running them without
-        requests.
+        """Compiles every bucket and the common sampling programs, by running each on padding.
 
         ``on_program(done, total, name)`` is called before each program, and once at the end.
         """
@@ -200,7 +199,7 @@ class PendingStep:
     def _logprobs(
         self, sampled: Sampled, tokens: Int32[np.ndarray, " rows"], indices: Sequence[int]
     ) -> list[TokenLogprobs | None]:
-        """Returns an entry per index in ``plan.scheduled``; None if the request did not ask."""
+        """Returns an entry for each of ``indices``, or None if that request asked for none."""
         assert sampled.logprobs is not None
         found = {}
         for row, i in enumerate(self._work.needs.to_score):

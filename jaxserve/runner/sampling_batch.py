@@ -29,20 +29,20 @@ PADDING = SamplingParams(temperature=0.0, seed=0)
 """The parameters of rows that hold no request."""
 
 Columns = tuple[Shaped[np.ndarray, " n"], ...]
-"""A list of tokens, field by field."""
+"""The fields of a list of tokens, one array for each field."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingNeeds:
-    """The work that the requests of a step have for the sampler.
+    """The work of the sampler in one step.
 
     Attributes:
-      to_sample: indices in ``plan.scheduled`` of the requests whose token the sampler takes. The
-        others take the most likely token, which the step computes.
+      to_sample: indices in ``plan.scheduled`` of the requests whose token the sampler chooses. The
+        others get the most likely token, which the step computes.
       to_score: indices in ``plan.scheduled`` of the requests that want log probabilities.
-      num_logprobs: how many of the most likely tokens are scored.
-      has_masks: at least one request may sample some tokens only.
-      has_token_lists: at least one request has biases, penalties or tokens that are held back.
+      num_logprobs: number of most likely tokens to score for each of these.
+      has_masks: at least one request may sample only some tokens.
+      has_token_lists: at least one request has biases, penalties or blocked tokens.
       filters: the filters that at least one request needs.
     """
 
@@ -69,11 +69,11 @@ class SamplingBatchBuilder:
         self._values = {
             name: np.repeat(value[None], num_rows, 0) for name, value in self._padding.items()
         }
-        # Only for rows that have rules. Those of a finished request stay until its row is reused.
+        # Only for rows that have rules. A finished request's rules stay until its row is reused.
         self._rules: dict[int, TokenRules] = {}
 
     def admit(self, part: ScheduledRequest) -> None:
-        """Replaces what the request's row held by the parameters of the request."""
+        """Stores the parameters of a new request in its row."""
         row = part.row
         for name, value in _row_values(part.params, self._vocab_size).items():
             self._values[name][row] = value
@@ -83,10 +83,10 @@ class SamplingBatchBuilder:
             self._rules[row] = rules
 
     def needs(self, plan: StepPlan) -> SamplingNeeds:
-        """Returns the work that a plan has for the sampler.
+        """Returns the work of the sampler for a plan.
 
-        The result is rounded up to few combinations, since each is a program to compile and an idle
-        stage costs little: one filter brings the others, and one token list brings the others.
+        Each combination of stages is a program to compile, and an idle stage costs little. So if
+        one filter is needed, all filters run, and if one token list is needed, all lists are used.
         """
         to_sample: list[int] = []
         to_score: list[int] = []
@@ -219,9 +219,9 @@ def fill_masks(plan: StepPlan, needs: SamplingNeeds, inputs: SamplingInputs) -> 
 
 
 def _row_values(params: SamplingParams, vocab_size: int) -> dict[str, np.ndarray]:
-    """Returns the entries of a request in the fields of `SamplingInputs` that do not change.
+    """Returns a request's entries in the fields of `SamplingInputs` that no step changes.
 
-    ``params`` are normalised; see `SamplingParams.normalised`.
+    ``params`` must be normalised; see `SamplingParams.normalised`.
     """
     assert params.seed is not None
     _check_normalised(params)
@@ -254,7 +254,7 @@ def _check_normalised(params: SamplingParams) -> None:
 
 
 def _filters(random: Sequence[SamplingParams], vocab_size: int) -> Filters:
-    """Returns the filters that at least one of these requests needs; none of them is greedy."""
+    """Returns the filters that at least one of these requests needs. None of them is greedy."""
     top_k = [params.top_k for params in random if 0 < params.top_k < vocab_size]
     if max(top_k, default=0) > SMALL_TOP_K:
         return Filters.LARGE_TOP_K
@@ -274,7 +274,7 @@ def _held_back(part: ScheduledRequest) -> tuple[int, ...]:
 
 
 def _list_size(length: int) -> int:
-    """Returns the padded length of token lists, which grows by factors of four: few sizes."""
+    """Returns the padded length of token lists: one of few sizes, each four times the previous."""
     size = MIN_LIST
     while size < length:
         size *= 4

@@ -1,8 +1,8 @@
 """The jitted step of an engine.
 
-The step runs the model and takes the most likely token of each request, for any kind of sampling,
-since programs with a model in them are large and slow to compile. Everything else that a request
-may ask for is in the small programs of `TokenSampler`.
+The step runs the model and takes the most likely token of each request. Everything else that a
+request may ask for is in the small programs of `TokenSampler`. So all kinds of sampling share the
+programs that contain the model, which are slow to compile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxserve.sampling.vocabulary import argmax
 
 
 class LanguageModel(Protocol):
-    """The interface that the runner needs of a model."""
+    """The interface of a model that the runner uses."""
 
     def __call__(
         self,
@@ -52,7 +52,7 @@ class LanguageModel(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepState:
-    """The state on the device that one step leaves to the next.
+    """The state on the device that one step passes to the next.
 
     Attributes:
       kv: the KV cache.
@@ -69,9 +69,9 @@ class Forward:
     """The results of the model for the tokens of a step.
 
     Attributes:
-      hidden: [T, D], hidden states of every token, to be given to `LanguageModel.logits`.
+      hidden: [T, D], the hidden state of every token, an input of `LanguageModel.logits`.
       logits: f32[R, V], after the last token of each request.
-      most_likely: i32[R], the most likely next tokens.
+      most_likely: i32[R], the most likely next token of each request.
     """
 
     hidden: Float[Leaf, "tokens hidden"]
@@ -89,7 +89,7 @@ StepFn = Callable[[Any, StepState, Packed], tuple[StepState, Forward]]
 def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend) -> StepFn:
     """Returns the jitted step, ``(params, state, packed StepInputs) -> (state, Forward)``.
 
-    The step donates the state that it is given.
+    The step donates its state argument.
 
     Args:
       bind: makes the model from its parameters; called while tracing.

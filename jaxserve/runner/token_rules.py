@@ -1,4 +1,4 @@
-"""The token-level rules of a request, in the form that the sampler's inputs are built from."""
+"""The token rules of a request, from which the sampler's inputs are built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TokenRules:
       counts: the tokens that penalties apply to, or None without penalties.
       bias_ids, bias_values: i32[N] and f32[N]; N is 0 without biases.
       mask: u32[ceil(V / 32)], as in `SamplingInputs.mask`, or None if all tokens are allowed.
-      bad_words: or None.
+      bad_words: the token sequences to avoid, or None.
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
@@ -35,12 +35,12 @@ class TokenRules:
 
     @property
     def has_token_lists(self) -> bool:
-        """True if the request has biases, bad words or penalties."""
+        """Whether the request has biases, bad words or penalties."""
         return self.counts is not None or len(self.bias_ids) > 0 or self.bad_words is not None
 
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> TokenRules | None:
-        """Returns the rules of a request, or None if it has none, as nearly all requests."""
+        """Returns the rules of a request, or None if it has none, like nearly all requests."""
         has_rules = (
             params.has_penalties
             or params.logit_bias
@@ -88,35 +88,36 @@ class TokenCounts:
 class BadWords:
     """Token sequences whose last token must not follow their other tokens in the output.
 
-    The sequences are indexed by the token before the last one, so that a step need not go through
-    all of them.
+    The sequences are indexed, so that a step need not go through all of them.
     """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        # `blocked` looks up words by the last token that the host knows. It must be the second-last
+        # token of the word, or the third-last if the host does not know the newest token yet.
         self._single = [word[-1] for word in words if len(word) == 1]
         self._pairs = [word for word in words if len(word) == 2]
-        self._by_last: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        self._by_last_but_one: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        self._by_second_last: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        self._by_third_last: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for word in words:
             if len(word) >= 2:
-                self._by_last[word[-2]].append(word)
+                self._by_second_last[word[-2]].append(word)
             if len(word) >= 3:
-                self._by_last_but_one[word[-3]].append(word)
+                self._by_third_last[word[-3]].append(word)
 
     def blocked(self, part: ScheduledRequest) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the tokens that the request must not sample in this step.
 
         Returns:
-          (ids that are blocked, (id, token) pairs: id is blocked if the token that the host has
-          not seen yet equals token).
+          (ids, pairs). The ids are blocked. The id of a pair (id, token) is blocked if the newest
+          token, which the host has not seen yet, equals token.
         """
         known = part.known_token_ids
         output = known[max(part.num_prompt_tokens, len(known) - MAX_BAD_WORD_TOKENS) :]
         last = output[-1] if output else -1
         if part.num_unknown_tokens == 0:
-            words = self._by_last.get(last, ())
+            words = self._by_second_last.get(last, ())
             return self._single + [w[-1] for w in words if _ends_with(output, w[:-1])], []
-        words = self._by_last_but_one.get(last, ())
+        words = self._by_third_last.get(last, ())
         words = self._pairs + [word for word in words if _ends_with(output, word[:-2])]
         return self._single, [(word[-1], word[-2]) for word in words]
 

@@ -34,8 +34,8 @@ class Sampled:
     """The results of the sampler for one step.
 
     Attributes:
-      tokens: i32[A], of the rows in `SamplingNeeds.to_sample` and padding, or None.
-      logprobs: of the rows in `SamplingNeeds.to_score` and padding, or None.
+      tokens: i32[A], a token for each row in `SamplingNeeds.to_sample`, then padding; or None.
+      logprobs: for the rows in `SamplingNeeds.to_score`, then padding; or None.
     """
 
     tokens: Int32[Leaf, " a"] | None
@@ -48,9 +48,10 @@ class SamplingWork:
 
     Attributes:
       plan: the plan of the step.
-      needs: the work that the plan has for the sampler.
+      needs: the work of the sampler for the plan.
       logits: f32[A, V], the rows to sample, or None.
-      inputs: of those rows, as numpy arrays without the masks of constraints, or None.
+      inputs: the parameters of those rows, as numpy arrays, or None. The masks of constraints are
+        not filled yet.
       raw: f32[B, V], the rows to score as the model computed them, or None.
     """
 
@@ -62,10 +63,10 @@ class SamplingWork:
 
 
 class TokenSampler:
-    """Takes tokens from logits, and scores them.
+    """Samples tokens from logits, and computes their log probabilities.
 
-    The rows that need it are gathered from the logits of a step, so that the other rows cost
-    nothing. They then go through a few programs that know nothing of the step:
+    The rows that need the sampler are gathered from the logits of a step, so that the other rows
+    cost nothing. The gathered rows go through a few programs that know nothing of the step:
 
         logits [R, V] -> take -> process (masks) -> process (token lists) -> sample -> tokens
         logits [R, V] -> take -> score, with the tokens -> log probabilities
@@ -122,11 +123,11 @@ class TokenSampler:
         self._score = Program("log probabilities", score_step, log)
 
     def admit(self, part: ScheduledRequest) -> None:
-        """Replaces what the request's row held by the parameters of the request."""
+        """Stores the parameters of a new request in its row."""
         self._batch.admit(part)
 
     def needs(self, plan: StepPlan) -> SamplingNeeds:
-        """Returns the work that a plan has for the sampler."""
+        """Returns the work of the sampler for a plan."""
         needs = self._batch.needs(plan)
         if not self._scores_processed or not needs.to_score:
             return needs
@@ -214,8 +215,9 @@ class TokenSampler:
         inputs: SamplingInputs,
         needs: SamplingNeeds,
     ) -> tuple[LastTokens, Int32[Array, " rows"], Logits | None]:
-        """Returns the last tokens, the sampled tokens, and the logits after the last stage if a
-        processed logprobs_mode needs them.
+        """Returns the last tokens, the sampled tokens, and the logits after the last stage.
+
+        The logits are None unless a processed logprobs_mode needs them.
         """
         if needs.has_masks:
             logits = self._masked(logits, last_tokens, inputs)
@@ -226,7 +228,7 @@ class TokenSampler:
         return self._sample(logits, last_tokens, pack(parameters), shapes=shapes)
 
     def _masked(self, logits: Logits, last_tokens: LastTokens, inputs: SamplingInputs) -> Logits:
-        """Applies the masks alone."""
+        """Applies only the masks."""
         masks = dataclasses.replace(
             inputs, biased=None, blocked=None, seen=None, filters=Filters.NONE
         )
@@ -234,7 +236,7 @@ class TokenSampler:
         return self._process(logits, last_tokens, pack(masks), shapes=shapes)
 
     def _listed(self, logits: Logits, last_tokens: LastTokens, inputs: SamplingInputs) -> Logits:
-        """Applies the token lists alone: blocked tokens, biases, penalties."""
+        """Applies only the token lists: blocked tokens, biases, penalties."""
         assert inputs.seen is not None
         lists = dataclasses.replace(inputs, mask=None, filters=Filters.NONE)
         shapes = f"{len(logits)} rows, lists of {len(inputs.seen.ids)} tokens"

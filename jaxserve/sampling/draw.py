@@ -42,17 +42,17 @@ def draw(
     The top-p set is the smallest set of most likely tokens whose probability reaches top_p,
     together with the tokens that tie with its last one. It is never computed: a token belongs to
     the set if the tokens that are strictly more likely do not reach top_p without it. The first
-    draw is from all tokens. If its token is not in the set, neither is any token of at most its
-    probability, and the next draw is from the tokens above it. The accepted token follows the
+    draw is from all tokens. If the drawn token is not in the set, no token of the same or a lower
+    probability is, so the next draw is from the more likely tokens. The accepted token follows the
     softmax over the set exactly, and the first draw is accepted with probability top_p or more.
 
     A draw is Gumbel-max in two levels, the group of 128 tokens first and then the token, which
     needs noise for G + 128 values per row instead of V.
 
     Args:
-      logits: f32[R, V], -inf for removed tokens. Each row has at least one other token.
+      logits: f32[R, V], -inf for removed tokens. Each row has at least one token that remains.
       keys: key[R].
-      top_p: f32[R] in (0, 1], or None to draw from all.
+      top_p: f32[R] in (0, 1], or None to draw from all tokens.
 
     Returns:
       i32[R], in [0, V).
@@ -88,7 +88,8 @@ def draw(
         tokens, levels = propose(r.number, r.above, r.sums)
         sums = jnp.where(scores > levels[:, None, None], weights, 0.0).sum(-1)
         more_likely = sums.sum(-1)
-        # Both comparisons end the loop for NaN, and for a top_p so small that the limit is zero.
+        # Negated, so that NaN ends the loop. The second comparison ends it if top_p is so small
+        # that the limit is zero.
         accepted = ~(more_likely >= limit) | ~(more_likely > 0)
         return _Round(
             r.number + 1, jnp.where(r.done, r.tokens, tokens), levels, sums, r.done | accepted

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 from jaxserve.arrays import Leaf
 
 SMALL_TOP_K = 64
-"""Up to this size, top-k searches the best groups of the vocabulary; beyond it, it bisects."""
+"""Up to this k, top-k searches the best groups of the vocabulary; a larger k needs a bisection."""
 
 
 class Filters(Enum):
@@ -22,7 +22,7 @@ class Filters(Enum):
     Attributes:
       NONE: no row is filtered.
       SMALL_TOP_K: apply min_p, top_p, and top_k up to `SMALL_TOP_K`.
-      LARGE_TOP_K: the same, and a row keeps more than `SMALL_TOP_K` tokens but not all.
+      LARGE_TOP_K: apply the same filters; at least one row has a larger top_k.
     """
 
     NONE = "no filters"
@@ -35,7 +35,7 @@ class Filters(Enum):
 class BlockedTokens:
     """Tokens that must not be sampled in this step, as (row, token) pairs. N is padded.
 
-    Some are blocked only after a certain token, which the host may not have seen yet.
+    Some are blocked only if the last token, which the host may not have seen yet, has a given ID.
 
     Attributes:
       rows: i32[N], index into the rows of logits, in [0, R); padding R.
@@ -52,7 +52,7 @@ class BlockedTokens:
     previous_token: Int32[Leaf, " n"]
 
     def resolved(self, last_tokens: Int32[Array, " engine_rows"], num_rows: int) -> BlockedTokens:
-        """Returns the entries whose condition holds, unconditional; the others become padding."""
+        """Returns unconditional entries: if a condition does not hold, its entry is padding."""
         holds = last_tokens[self.previous_row] == self.previous_token
         is_blocked = (self.previous_row < 0) | holds
         return dataclasses.replace(
@@ -87,8 +87,8 @@ class SeenTokens:
       rows: i32[N], index into the rows of logits, in [0, R); padding R.
       ids: i32[N], in [0, V), unique within a row.
       counts: i32[N], how often the token was generated; 0 if only the prompt contains it.
-      pending_row: i32[R], the engine row in [0, S) whose last token is one more generated token of
-        this row that the host has not seen and not counted; -1 if there is none.
+      pending_row: i32[R], the engine row in [0, S) whose last token the host has not seen, so that
+        it is not in ``counts``; -1 if the host has counted all tokens.
     """
 
     rows: Int32[Leaf, " n"]
@@ -97,7 +97,10 @@ class SeenTokens:
     pending_row: Int32[Leaf, " rows"]
 
     def with_pending(self, last_tokens: Int32[Array, " engine_rows"]) -> SeenTokens:
-        """Returns the entries with the pending tokens counted, followed by R more entries."""
+        """Returns the entries with the pending tokens counted, and R additional entries.
+
+        An additional entry is for a pending token that is new in its row, else padding.
+        """
         num_rows = len(self.pending_row)
         pending = jnp.where(self.pending_row >= 0, last_tokens[self.pending_row], -1)
         matches = self.ids == pending.at[self.rows].get(mode="fill", fill_value=-1)
@@ -114,15 +117,15 @@ class SeenTokens:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingInputs:
-    """One entry per row of logits. R is padded.
+    """The parameters of each row of logits. R is padded.
 
     A stage whose input is None, or that ``filters`` leaves out, does not run.
 
     Attributes:
-      kept_in_row: i32[R], the engine row in [0, S) that keeps the sampled token as its last one.
-        S, which drops the token, for padding and for rows that do not sample.
+      kept_in_row: i32[R], the engine row in [0, S) that stores the sampled token as its last token.
+        S drops the token: for padding, and for rows that do not sample.
       positions: i32[R], position of the sampled token in its request.
-      seeds: u32[R, 2], low and high half of the seed.
+      seeds: u32[R, 2], low and high half of the 64-bit seed.
       temperature: f32[R], >= 0; 0 takes the most likely token.
       top_k: i32[R], in [1, V]; V is off.
       top_p: f32[R], in (0, 1]; 1 is off.
@@ -133,10 +136,10 @@ class SamplingInputs:
       mask: u32[R, ceil(V / 32)] or None. Bit b of word w tells whether token 32 w + b may be
         sampled. Each row allows at least one token.
       biased: the biases of `SamplingParams.logit_bias`, or None.
-      blocked: the tokens that `SamplingParams.bad_words_token_ids` and ``min_tokens`` hold back, or
+      blocked: the tokens that `SamplingParams.bad_words_token_ids` and ``min_tokens`` forbid, or
         None.
       seen: the tokens that penalties count, or None.
-      filters: static.
+      filters: static, the filters that run.
     """
 
     kept_in_row: Int32[Leaf, " rows"]

@@ -14,13 +14,13 @@ from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.sampling.vocabulary import top_k
 
 MIN_TOP_TOKENS = 20
-"""Each program returns at least so many of the most likely tokens."""
+"""Each program returns at least this many of the most likely tokens."""
 
 
 def logprobs_size(k: int, vocab_size: int) -> int:
-    """Returns how many most likely tokens a program computes when k in [0, V] are asked for.
+    """Returns the number of most likely tokens to compute when k in [0, V] are requested.
 
-    The result is rounded up to few sizes, since each is a program of its own.
+    It is rounded up to one of a few sizes, since each size is a program of its own.
     """
     size = MIN_TOP_TOKENS
     while size < k:
@@ -34,10 +34,10 @@ class Logprobs:
     """Log probabilities of R sampled tokens and of the K most likely ones of each row.
 
     Attributes:
-      sampled: f32[R].
+      sampled: f32[R], of the sampled tokens.
       ranks: i32[R], 1 + the number of tokens that are strictly more likely than the sampled one.
       top_ids: i32[R, K], most likely first, ties by the lowest id.
-      top: f32[R, K].
+      top: f32[R, K], of the tokens in ``top_ids``.
     """
 
     sampled: Float32[Leaf, " rows"]
@@ -55,7 +55,7 @@ def compute_logprobs(
 ) -> Logprobs:
     """Scores the tokens i32[R] and the k most likely ones under the softmax of logits f32[R, V].
 
-    With ``as_logits`` the numbers are the logits themselves.
+    With ``as_logits`` the values are the logits themselves.
     """
     normaliser = jnp.zeros(len(logits)) if as_logits else jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[:, None], 1)

@@ -1,9 +1,9 @@
 """Turns logits into one token per row, in three functions that are compiled separately.
 
 Few requests ask for more than the most likely token, and those that do ask for different things.
-Each function therefore runs only if a row needs it, on the rows that need it, and every combination
-of features is made of the same few programs. A row's token is a function of its logits and of its
-own entries in `SamplingInputs`; its neighbours and the number of rows do not matter.
+Each function therefore runs only on the rows that need it, and all combinations of features share
+the same few programs. The token of a row depends only on its logits and its own entries in
+`SamplingInputs`, not on its neighbours or on the number of rows.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def process_logits(
 def sample(logits: Logits, inputs: SamplingInputs) -> tuple[Int32[Array, " rows"], Logits]:
     """Takes one token from each row of processed logits f32[R, V].
 
-    Greedy rows take the most likely token. The others are divided by their temperature and drawn
-    after min_p, top_k and top_p.
+    A greedy row gives its most likely token. The logits of other rows are divided by the
+    temperature and filtered by min_p, top_k and top_p before a token is drawn.
 
     Returns:
       (tokens i32[R], the logits f32[R, V] that they were drawn from, before top_p).

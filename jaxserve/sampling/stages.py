@@ -1,8 +1,8 @@
 """The stages that change logits before a token is taken, one function each.
 
-A stage maps logits f32[R, V] to logits of the same shape. It does nothing, at no cost, unless
-`SamplingInputs` holds what it needs. To add one, write the function, put it at its place in
-`LOGITS_PROCESSORS` or `SAMPLING_FILTERS`, and add its parameters to `SamplingInputs`.
+A stage maps logits f32[R, V] to logits of the same shape. If its parameters are missing in
+`SamplingInputs`, it does nothing and costs nothing. To add a stage, write the function, insert it
+into `LOGITS_PROCESSORS` or `SAMPLING_FILTERS`, and add its parameters to `SamplingInputs`.
 
 A stage removes a token by setting its logit to -inf. Filters keep every token that ties with the
 last one kept.
@@ -36,8 +36,7 @@ def keep_allowed(logits: Logits, inputs: SamplingInputs) -> Logits:
 def block_tokens(logits: Logits, inputs: SamplingInputs) -> Logits:
     """Removes bad words, and the end tokens of requests that have not reached their min_tokens.
 
-    A row keeps its tokens if nothing else would be left, since one of them has to be taken and the
-    mask takes precedence.
+    A row keeps its tokens if none would be left: one must be sampled, and the mask has precedence.
     """
     if inputs.blocked is None:
         return logits
@@ -54,8 +53,9 @@ def add_bias(logits: Logits, inputs: SamplingInputs) -> Logits:
 
 
 def penalise(logits: Logits, inputs: SamplingInputs) -> Logits:
-    """Applies the repetition penalty to all tokens so far, then the frequency and presence
-    penalties to the generated ones.
+    """Applies the repetition penalty, then the frequency and presence penalties.
+
+    The first applies to all tokens so far, the other two to the generated tokens.
     """
     if inputs.seen is None:
         return logits
@@ -69,7 +69,7 @@ def penalise(logits: Logits, inputs: SamplingInputs) -> Logits:
 
 
 def scale_by_temperature(logits: Logits, inputs: SamplingInputs) -> Logits:
-    """Divides each row by its temperature. Greedy rows do not change."""
+    """Divides each row by its temperature. Greedy rows stay the same."""
     return logits / jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
 
 
@@ -116,6 +116,6 @@ LOGITS_PROCESSORS: tuple[Stage, ...] = (keep_allowed, block_tokens, add_bias, pe
 """Stages that can change which token is the most likely, in order."""
 
 SAMPLING_FILTERS: tuple[Stage, ...] = (keep_min_p, keep_top_k)
-"""Stages that cannot, in order. They see logits divided by the temperature; top-p follows them as
-part of the draw.
+"""Stages that always keep the most likely token, in order. They see logits divided by the
+temperature. The draw applies top-p after them.
 """

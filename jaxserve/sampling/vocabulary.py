@@ -1,8 +1,8 @@
 """Searches over the vocabulary that avoid sorting it.
 
 The vocabulary is cut into groups of 128. The best k tokens all lie in the k groups with the best
-maxima, so one pass for the maxima is enough to find the groups to search. Ties go to the lowest id,
-everywhere.
+maxima, so one pass for the maxima is enough to find the groups to search. Of equal values, the one
+with the lowest id always comes first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def grouped(values: Values) -> Float32[Array, "rows groups 128"]:
 
 
 def argmax(values: Values) -> Int32[Array, " rows"]:
-    """Returns the index of the largest value of each row; of a NaN, if the row has one."""
+    """Returns the index of the largest value of each row, or of a NaN if the row has one."""
     groups = grouped(values)
     best = jnp.argmax(groups.max(-1), -1).astype(jnp.int32)
     members = jnp.take_along_axis(groups, best[:, None, None], 1)[:, 0]
@@ -60,12 +60,12 @@ def kth_largest(values: Values, k: Int32[Array, " rows"]) -> Float32[Array, " ro
 def smallest_of_mass(
     values: Values, weights: Values, mass: Float32[Array, " rows"]
 ) -> Float32[Array, " rows"]:
-    """Returns the value at which a row, read in descending order, reaches a mass.
+    """Returns the value at which the sum of weights, in descending order of values, reaches a mass.
 
     Args:
       values: f32[R, V].
       weights: f32[R, V], at least 0.
-      mass: f32[R], a sum of weights. If a row does not reach it, the result is its smallest value.
+      mass: f32[R]. For a row whose weights do not reach it, the result is its smallest value.
     """
     return _largest_with(values, lambda is_above: jnp.where(is_above, weights, 0).sum(-1) >= mass)
 
@@ -73,17 +73,17 @@ def smallest_of_mass(
 def _largest_with(
     values: Values, is_enough: Callable[[Bool[Array, "rows vocab"]], Bool[Array, " rows"]]
 ) -> Float32[Array, " rows"]:
-    """Returns the largest value x of each row for which ``is_enough(values >= x)`` holds, or the
-    smallest value of the row if there is none.
+    """Returns the largest value x of each row for which ``is_enough(values >= x)`` holds.
 
-    Bisection over the bits of the floats: exact, at most 32 passes over the values.
+    If there is none, returns the smallest value of the row. The bisection over the bits of the
+    floats is exact and takes at most 32 passes over the values.
     """
     ordered = _to_ordered(jnp.where(values == 0, 0.0, values))
-    # The midpoint is computed without the sum, which would overflow.
     low, high = ordered.min(-1), ordered.max(-1)
 
     def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
+        # The midpoint, rounded up. The sum of both could overflow.
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
         enough = is_enough(ordered >= middle[:, None])
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)

@@ -1,8 +1,8 @@
-"""Compiles a program for an H200 without a GPU, with the compiler that a machine with one uses.
+"""Compiles a program for an H200 without a GPU, with the same compiler as on a machine with a GPU.
 
-It needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt of the installed version of jax, and no
-other part of CUDA: no driver, no toolkit. Matrix products outside the kernels are not autotuned
-this way, so the program is for inspection and not for running.
+This needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt for the installed version of jax, but
+neither a CUDA driver nor the toolkit. Matrix products outside the kernels are not autotuned, so the
+program is for inspection and not for running.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def compile_for_h200(
 
 @contextlib.contextmanager
 def _abstract_h200() -> Iterator[None]:
-    """Tells the lowering of kernels which device they are for, which jax needs since 0.11."""
-    if jax.__version_info__ < (0, 11):  # assumes compute capability 9.0, as an H200 has
+    """Tells jax, while it lowers kernels, that the device is an H200. Needed since jax 0.11."""
+    if jax.__version_info__ < (0, 11):  # jax assumes compute capability 9.0, that of an H200
         yield
         return
     device = AbstractDevice(device_kind=DEVICE, num_cores=None, platform="gpu")

@@ -1,6 +1,6 @@
 """Attention problems with random inputs, and their solutions in float64 by loops over numpy arrays.
 
-They check the kernels, interpreted or on a device. Everything that the kernels must not read is
+They check the kernels, interpreted or on a device. All entries that the kernels must not read are
 poison: NaN in dtypes that have it, and IDs far out of range in the block tables.
 """
 
@@ -20,7 +20,9 @@ SPARE_BLOCKS = 3
 BAD_BLOCK = 10**6
 
 TOLERANCE = {"bfloat16": 1.5e-2, "float16": 2e-3, "float32": 1e-5}
-"""The relative error of an output row by dtype, from rounding inputs of two products and result."""
+"""The largest relative error of an output row, by dtype. Both products round their inputs, and the
+result is rounded too.
+"""
 
 NumpyCache = Num[np.ndarray, "layers blocks block_size kv_heads head_dim"]
 NumpyScales = Float32[np.ndarray, "layers kv_heads"]
@@ -30,8 +32,8 @@ NumpyScales = Float32[np.ndarray, "layers kv_heads"]
 class Shape:
     """The sizes and options of a problem.
 
-    ``contexts`` and ``chunks`` have an entry for each request: its tokens in the cache, and the
-    number of them that are queries, the last ones. The block tables have room for the longest
+    For each request, ``contexts`` has the number of its tokens in the cache, and ``chunks`` the
+    number of its queries, which are its last tokens. The block tables have room for the longest
     context and ``num_spare_columns`` more blocks. ``num_padding`` tokens follow the queries.
     """
 
@@ -154,7 +156,7 @@ class _Cache:
 
         Args:
           request: index of the request.
-          first_visible: positions before it are drawn and not written.
+          first_visible: positions before this one are drawn but not written.
 
         Returns:
           The keys and the values, float64 [context, num_kv_heads, head_dim].

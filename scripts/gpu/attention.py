@@ -19,7 +19,7 @@ DTYPE = "bfloat16"
 
 
 def run(options: Options, report: Report) -> None:
-    """Times both kernels at the shapes of each model, for all batches and contexts."""
+    """Times both kernels at the shapes of each model, for all batch sizes and contexts."""
     for name in options.models:
         measure = _Measurement(options, report, name)
         for context in measure.contexts:
@@ -46,7 +46,7 @@ class _Measurement:
         }
 
     def decode(self, context: int) -> None:
-        """Reports GB of keys and values read per second, for each batch."""
+        """Reports GB of keys and values read per second, for each number of requests."""
         rates: dict[str, float] = {}
         for rows in self._batches(context):
             spent = self._seconds(rows, context, np.arange(rows + 1), decode_only=True)
@@ -57,7 +57,7 @@ class _Measurement:
         self._report.add(f"decode GB/s {self._name} context {context}", **rates, **parts)
 
     def prefill(self, context: int) -> None:
-        """Reports TFLOP per second of both products, for each batch.
+        """Reports TFLOP per second of both products, for each number of requests.
 
         The queries are the last tokens of each context.
         """

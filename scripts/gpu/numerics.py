@@ -1,7 +1,7 @@
-"""Checks every kernel against float64, on fresh random inputs with poison where it must not read.
+"""Checks every kernel against float64, on new random inputs with poison where it must not read.
 
-A device shows errors that interpreted kernels cannot show. There an index out of range reaches
-other memory, uninitialised outputs hold the previous contents of the memory (here NaN), and
+A device shows errors that interpreted kernels cannot show: on a device, an index out of range
+reaches other memory, uninitialised outputs hold the previous contents of the memory (here NaN), and
 programs run at the same time.
 """
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gpu.errors import beyond
+from gpu.errors import accuracy_problem
 from gpu.large_cache import check_large_cache
 from gpu.options import Options
 from gpu.report import Report
@@ -55,7 +55,7 @@ def run(options: Options, report: Report) -> None:
     for name, heads in HEADS.items():
         if options.tiny and name not in TINY_HEADS:
             continue
-        # The last context fills its row of the table, which is the end of the table.
+        # The last context fills the last row of the table up to the end of the table.
         decode = Shape(contexts, [1] * len(contexts), **heads, **FULL_TABLE)
         _attention(report, f"decode {name}", rng, decode, interpret)
         ragged = Shape(contexts, chunks, **heads, **FULL_TABLE, num_padding=7)
@@ -78,7 +78,7 @@ def _attention(
     _poison(problem.q.nbytes * 64)
     out = kernel(*on_device, LAYER, **problem.options, interpret=interpret)
     error = problem.error(out)
-    report.add(what, problem=beyond(error, TOLERANCE[shape.dtype]), error=error)
+    report.add(what, problem=accuracy_problem(error, TOLERANCE[shape.dtype]), error=error)
 
 
 def _write(report: Report, rng: np.random.Generator, dtype: str, interpret: bool) -> None:

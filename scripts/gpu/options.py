@@ -16,7 +16,7 @@ class Options:
 
     Attributes:
       tiny: toy sizes, to test the check itself on a CPU, where the kernels are interpreted.
-      folder: the folder for files.
+      folder: the folder for the results.
       facts: figures of earlier parts, by name.
     """
 
@@ -31,7 +31,7 @@ class Options:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The numbers of requests that are measured."""
+        """The batch sizes, in requests, that are measured."""
         return (1, 4) if self.tiny else (1, 8, 64, 256)
 
     def fact(self, name: str) -> float:

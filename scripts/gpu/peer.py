@@ -12,7 +12,7 @@ from gpu.throughput import workload
 
 
 def run(options: Options, report: Report) -> None:
-    """Generates with a static batch, halved until it fits the memory."""
+    """Generates with a static batch, whose size is halved until the batch fits the memory."""
     import torch
     import transformers
 

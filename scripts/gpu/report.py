@@ -15,7 +15,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: its subject, its figures, and the problem, if there is one."""
+    """One line of the table: its subject, its figures, and the problem or an empty string."""
 
     what: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Report:
 
 
 def facts(findings: Iterable[Finding]) -> dict[str, float]:
-    """Returns the figures of ``findings`` by name; later ones win."""
+    """Returns the figures of ``findings`` by name; the last figure of a name wins."""
     merged: dict[str, float] = {}
     for finding in findings:
         merged |= finding.values

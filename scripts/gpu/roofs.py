@@ -1,4 +1,4 @@
-"""Measures the limits of the card, which the other parts compare their rates with."""
+"""Measures the highest rates of the card, with which the other parts compare theirs."""
 
 from __future__ import annotations
 

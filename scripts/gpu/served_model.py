@@ -81,7 +81,7 @@ class ServedModel:
         )
 
     def core(self) -> EngineCore:
-        """Returns an engine without requests, which overlaps its steps."""
+        """Returns an engine without requests that keeps two steps in flight."""
         sizes = self.sizes
         scheduler = Scheduler(
             max_num_seqs=sizes.max_num_seqs,

@@ -1,4 +1,4 @@
-"""Measures whole steps of an engine: their share of the card's limits, and the card's idle time."""
+"""Measures whole steps of an engine against the limits of the card, and the card's idle time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxserve.core.plan import StepPlan
 from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 
-# The host is timed with short contexts, where the steps of the device are shortest.
+# The host's time is measured with short contexts, where the device's steps are shortest.
 SHORT_CONTEXT = 32
 
 
 def measure_steps(model: ServedModel, options: Options, report: Report) -> None:
-    """Measures decode for each batch, then a prefill."""
+    """Measures decode for each batch size, then a prefill."""
     context = 48 if options.tiny else 1024
     for rows in options.batches:
         if model.holds(rows, context):
@@ -66,7 +66,7 @@ def _prefill(model: ServedModel, options: Options, report: Report) -> None:
 def _step_seconds(
     model: ServedModel, plans: tuple[StepPlan, StepPlan], options: Options
 ) -> tuple[float, float]:
-    """Returns the seconds of a step in a full queue, and the seconds of the host to start one.
+    """Returns the seconds of a step in a full queue, and the host's seconds to start a step.
 
     If the two are about equal, the host is the bottleneck and the first is not the device's time.
     """
@@ -95,7 +95,7 @@ def _served_seconds(model: ServedModel, rows: int) -> float:
     while core.has_work:
         core.step(time.monotonic())
         ends.append(time.perf_counter())
-    # Without the steps that fill the pipeline and the steps in which requests end.
+    # Leaves out the steps that fill the pipeline and the steps in which requests end.
     return float(np.median(np.diff(ends[4:-4])))
 
 

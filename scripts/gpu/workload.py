@@ -49,8 +49,8 @@ class Pool:
     def tables(self, num_calls: int, num_rows: int, context: int, *, width: int) -> jax.Array:
         """Returns block tables i32[num_calls, num_rows, width] with different blocks for each call.
 
-        Then no call finds the keys and values of the previous call in the cache of the chip, if the
-        pool has enough blocks.
+        So, if the pool has enough blocks, no call finds the keys and values of the previous call in
+        the cache of the chip.
         """
         used = -(-context // BLOCK_SIZE)
         tables = np.zeros((num_calls, num_rows, width), np.int32)
@@ -62,8 +62,8 @@ class Pool:
 def chained(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Returns a function that runs ``call(q, kv, table, *rest)`` for each table.
 
-    The output of a call is the queries of the next. Otherwise the device could run the calls at the
-    same time, which the layers of a model cannot.
+    The output of a call becomes the queries of the next call. Otherwise the device could run the
+    calls at the same time, unlike the layers of a model.
     """
 
     def calls(q: jax.Array, kv: KVCache, tables: jax.Array, *rest: Any) -> jax.Array:
@@ -75,7 +75,7 @@ def chained(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _filled(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns repeating random numbers, which take little memory to make and time the same."""
+    """Returns repeated random numbers, which need little memory to make and do not change times."""
     few = min(shape[1], 64)
     some = jax.random.normal(jax.random.key(seed), (1, few, *shape[2:]), dtype)
     repeats = -(-shape[1] // few)

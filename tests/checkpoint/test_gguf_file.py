@@ -142,17 +142,20 @@ def container(*parts: bytes, tensors: int = 0, fields: int = 0, version: int = 3
         (container(text("k"), struct.pack("<IIQ", 9, 8, 2**60), fields=1), "cut short or damaged"),
         (container(text("k"), struct.pack("<IIQ", 9, 0, 2**60), fields=1), "cut short or damaged"),
         (container(struct.pack("<Q", 2) + b"\xff\xff", fields=1), "not UTF-8"),
-        (container(tensor("t"), tensors=1), "t has 0 dimensions"),
+        (container(tensor("t"), tensors=1), "t has 0 dimensions; expected 1 to 8"),
         (container(tensor("t", *[1] * 9), tensors=1), "t has 9 dimensions"),
         (container(tensor("t", 4, 0), tensors=1), "t is empty"),
         (container(tensor("t", 4, kind=77), tensors=1), "t has the unknown type 77"),
-        (container(tensor("t", 33, kind=2), tensors=1), "rows of 33, not a multiple of 32"),
+        (
+            container(tensor("t", 33, kind=2), tensors=1),
+            "rows of 33 elements; expected a multiple of 32",
+        ),
         (container(tensor("t", 2**40), tensors=1), "tensor t ends at byte"),
         (container(tensor("t", 4, offset=10_000), tensors=1), "tensor t ends at byte"),
         (container(tensor("t", 4), tensor("t", 4), tensors=2), "tensor t twice"),
         (
             container(text("general.alignment"), struct.pack("<II", 4, 0), fields=1),
-            "general.alignment is 0",
+            "general.alignment must be a whole number above 0, got 0",
         ),
     ],
 )

@@ -106,9 +106,9 @@ def test_a_donated_cache_is_written_in_place(rng):
 @pytest.mark.parametrize(
     ("cache_dtype", "scales", "message"),
     [
-        ("int8", {}, r"an int8 cache needs k_scale, float32 of shape \(2, 3\)"),
+        ("int8", {}, r"k_scale must have shape \(2, 3\) for an int8 cache, got None"),
         ("int8", {"k_scale": np.ones((2, 1))}, r"k_scale must have shape \(2, 3\), got \(2, 1\)"),
-        ("bfloat16", {"v_scale": np.ones((2, 3))}, "v_scale is for 8-bit caches, .* bfloat16"),
+        ("bfloat16", {"v_scale": np.ones((2, 3))}, "v_scale must be None for a cache of bfloat16"),
     ],
 )
 def test_rejects_scales_that_do_not_fit(cache_dtype, scales, message, rng):

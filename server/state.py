@@ -14,7 +14,7 @@ class UnavailableError(JaxserveError):
 
 
 class ServerState:
-    """The state that all routes of an application share. Whoever runs the application updates it.
+    """The state that all routes of an application share; the server that runs it updates the state.
 
     Attributes:
       text_engine: serves requests; None until the engines have started.

@@ -60,7 +60,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "functions": "tools",
     }
 )
-"""What to use instead of some of these fields."""
+"""Replacements for some of these fields."""
 
 
 def check_fields(request: GenerationRequest) -> None:

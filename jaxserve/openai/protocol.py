@@ -16,7 +16,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Options of a stream: usage in a last chunk, or with ``continuous_usage_stats`` in every one."""
+    """Options of a stream: usage in a last chunk, or in every chunk if it is continuous."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

@@ -130,7 +130,7 @@ def test_an_interrupt_loses_nothing_that_was_finished(
     process.send_signal(interrupt)
     _, said = process.communicate(timeout=30)
     assert process.returncode == INTERRUPTED, said
-    assert "--resume goes on" in said
+    assert "--resume continues" in said
 
     lines = out.read_text().splitlines()
     finished = [json.loads(line) for line in lines]

@@ -142,6 +142,7 @@ class ForeignPages:
             or not self._origins.isdisjoint((origin, "*"))
         ):
             return None
+        # Other schemes, such as app://, belong to programs and not to pages of the web.
         scheme, _, site = origin.partition("://")
         if (scheme in ("http", "https") and site != host) or origin == "null":
             return (

@@ -70,7 +70,7 @@ async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct
 async def reply_stream(
     request: Request, chunks: AsyncGenerator[msgspec.Struct, None], *, framing: Framing = PLAIN
 ) -> Response:
-    """Returns a stream of the chunks once the first has arrived: errors before it set the status.
+    """Returns a stream once its first chunk has arrived, so that earlier errors set the status.
 
     Raises ClientDisconnect if the client disconnects before the first chunk.
     """

@@ -117,7 +117,11 @@ class EngineProcess:
 def child_environment(
     launch: Launch, inherited: Mapping[str, str], module_path: list[str]
 ) -> dict[str, str]:
-    """Returns the environment of an engine: the front's own, its module path and our settings."""
+    """Returns the environment of an engine: the front's own, its module path and our settings.
+
+    Raises:
+      ConfigError: there are fewer visible GPUs than engines.
+    """
     xla_flags = " ".join([*XLA_FLAGS, inherited.get("XLA_FLAGS", "")]).strip()
     return {
         **ENVIRONMENT,

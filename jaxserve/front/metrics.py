@@ -153,7 +153,13 @@ REQUEST_HISTOGRAMS: Mapping[str, RequestHistogram] = MappingProxyType(
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """All counts of one front process. Only the thread of the event loop writes them."""
+    """All counts of one front process. Only the thread of the event loop writes them.
+
+    Attributes:
+      by_request: the histograms of `REQUEST_HISTOGRAMS`, by name.
+      step_tokens: a histogram of the tokens of a step for each engine, by its index.
+      finished: numbers of completions that have ended, by reason.
+    """
 
     max_model_len: int
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))

@@ -88,7 +88,7 @@ class TextEngine:
         return encode_all() if is_short else await asyncio.to_thread(encode_all)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        """Checks and admits a request at once, and returns the deltas of all its completions.
+        """Checks and admits a request immediately; returns the deltas of all its completions.
 
         Nothing runs before the first delta is requested. Close the generator (best by
         `contextlib.aclosing`) to abort the completions that have not ended.

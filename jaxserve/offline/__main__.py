@@ -107,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
-    """Answers the file or the prompts; after SIGINT or SIGTERM, cleans up and returns."""
+    """Answers the file or the prompts until SIGINT or SIGTERM. Returns the exit code."""
     work = asyncio.current_task()
     assert work is not None
     for interrupt in (signal.SIGINT, signal.SIGTERM):

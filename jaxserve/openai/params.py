@@ -120,10 +120,10 @@ def completion_params(
     values: dict[str, Any] = {"grammar": grammar, "bad_words_token_ids": bad_words}
     if asked_tokens(request) == 0:
         values |= {"max_tokens": 1, "min_tokens": 0}
-    values["logprobs"] = logprobs = _count(request.logprobs, model, "logprobs")
+    values["logprobs"] = logprobs = _num_logprobs(request.logprobs, model, "logprobs")
     if request.echo and logprobs is not None:
-        of_prompt = _count(request.prompt_logprobs, model, "prompt_logprobs")
-        values["prompt_logprobs"] = max(logprobs, of_prompt or 0)
+        num_for_prompt = _num_logprobs(request.prompt_logprobs, model, "prompt_logprobs")
+        values["prompt_logprobs"] = max(logprobs, num_for_prompt or 0)
     return _params(request, model, values)
 
 
@@ -146,7 +146,7 @@ def chat_params(
     """
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    logprobs = _count(request.top_logprobs or 0, model, "top_logprobs")
+    logprobs = _num_logprobs(request.top_logprobs or 0, model, "top_logprobs")
     values: dict[str, Any] = {"grammar": grammar, "bad_words_token_ids": bad_words}
     values["logprobs"] = logprobs if request.logprobs else None
     if show_special_tokens:
@@ -154,7 +154,8 @@ def chat_params(
     return _params(request, model, values)
 
 
-def _count(count: int | None, model: ServedModel, param: str) -> int | None:
+def _num_logprobs(count: int | None, model: ServedModel, param: str) -> int | None:
+    """Checks a number of log probabilities, and replaces -1 by the size of the vocabulary."""
     if count is None:
         return None
     return logprobs_within(count, model.ready.max_logprobs, model.vocab_size, param=param)
@@ -180,7 +181,7 @@ def _params(
     values |= {name: value for name, value in asked.items() if value is not None}
     values["stop"] = _stop_strings(request.stop)
     values["stop_token_ids"] = tuple(request.stop_token_ids or ())
-    values["prompt_logprobs"] = _count(request.prompt_logprobs, model, "prompt_logprobs")
+    values["prompt_logprobs"] = _num_logprobs(request.prompt_logprobs, model, "prompt_logprobs")
     values["logit_bias"] = request.logit_bias or None
     if request.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(request.allowed_token_ids)

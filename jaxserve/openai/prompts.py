@@ -89,6 +89,9 @@ async def encode_prompts(
     """Returns the token IDs of prompts, cut at their start to ``truncate_prompt_tokens``.
 
     ``prompts`` holds strings only or token IDs only. Errors name the field ``param``.
+
+    Raises:
+      InvalidRequestError: a prompt is too long, or ``truncate_prompt_tokens`` exceeds the context.
     """
     return await encode_cut(
         text_engine,
@@ -112,6 +115,9 @@ async def encode_cut(
     """Returns the last ``keep`` token IDs of each prompt.
 
     ``keep`` None keeps every token; -1 keeps as many as leave ``room`` for a completion.
+
+    Raises:
+      InvalidRequestError: a prompt is too long, or ``keep`` exceeds the context.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]

@@ -74,6 +74,7 @@ async def prepare(
 
 
 def _text(request: ResponsesRequest) -> dict[str, Any]:
+    """Returns the ``text`` field of a response."""
     given = request.text
     return {
         "format": (given and given.format) or {"type": "text"},
@@ -82,6 +83,7 @@ def _text(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool with all fields that a response shows."""
     return {"type": "function", "description": None, "parameters": None, "strict": False, **tool}
 
 

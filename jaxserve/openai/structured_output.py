@@ -106,7 +106,7 @@ async def _check(text_engine: TextEngine, grammar: Grammar, field: str) -> None:
 
 
 def read_grammars(request: GenerationRequest) -> dict[str, Grammar]:
-    """Returns the grammars of a request by the field that holds them."""
+    """Returns the grammars of a request, by field. Raises InvalidRequestError."""
     found = {}
     for field, read in _READERS.items():
         try:

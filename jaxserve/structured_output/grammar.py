@@ -85,7 +85,7 @@ def _try_tokens(vocabulary: Vocabulary, matcher: LLMatcher, mask: np.ndarray) ->
 
 
 def make_matcher(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
-    """Compiles a grammar; releases the GIL. The matcher's state tells an error in the grammar.
+    """Compiles a grammar; releases the GIL. See `Vocabulary.matcher`.
 
     Raises:
       InvalidRequestError: ``spec`` does not fit the kind of the grammar.

@@ -81,7 +81,7 @@ class Vocabulary:
     def matcher(self, source: str, limits: LLParserLimits) -> LLMatcher:
         """Compiles a grammar that llguidance can read; releases the GIL.
 
-        The state of the matcher tells an error in the grammar.
+        Does not raise for a bad grammar: ``is_error()`` of the matcher is then true.
         """
         return LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
 

@@ -31,9 +31,9 @@ TOKEN_TIME_S = 0.05
 """Time that a token of a grammar may take. All requests of a step wait for it."""
 
 MAX_EXTRA_TIME_S = 1.0
-"""A request ends when its tokens have taken more than this in total. Each token only counts for the
-time over `TOKEN_TIME_S`. The first tokens take the longest, because llguidance caches states of a
-grammar."""
+"""A request ends when its tokens have taken more than this in total. Only the time over
+`TOKEN_TIME_S` of each token counts. The first tokens take the longest, because llguidance caches
+states of a grammar."""
 
 ALL = 0xFFFFFFFF
 """A word of a mask that allows 32 tokens."""
@@ -176,7 +176,7 @@ class GrammarConstraint:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Measures the processor time of a token; fails the constraint if all took too much."""
+        """Measures processor time; fails the constraint once its tokens have taken too much."""
         start = time.thread_time()
         yield
         self._extra_time_s += max(time.thread_time() - start - TOKEN_TIME_S, 0)

@@ -76,7 +76,7 @@ def _set_up_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s"
     )
-    # These two report what the console already says.
+    # The messages of these two repeat those of the console.
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 

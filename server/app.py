@@ -1,4 +1,4 @@
-"""The ASGI application. Any ASGI server can host it: it has no globals and handles no signals."""
+"""The ASGI application. It uses no globals and handles no signals: any ASGI server can host it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def create_app(
                 expose_headers=["x-request-id"],
             )
         )
-    # API keys already keep foreign pages out: a page does not know the key, and browsers do not
-    # add it by themselves.
+    # API keys already keep foreign pages out: a page does not know a key, and browsers do not add
+    # one by themselves.
     has_keys = bool(settings.api_key)
     if settings.allowed_hosts or not has_keys:
         checks_hosts = bool(settings.allowed_hosts) or is_local

@@ -56,8 +56,8 @@ def request_id(request: Request, own: str | None) -> str:
 
 def _check_content_type(request: Request) -> None:
     given = request.headers.get("content-type")
-    # Browsers send a body without a content type across origins without a preflight request, so
-    # a request that carries an origin must have one.
+    # A browser sends a body without a content type to a foreign server without asking that server
+    # first (preflight). So a request from a browser, which has an origin, must have a content type.
     if given is None and "origin" not in request.headers:
         return
     if (given or "").partition(";")[0].strip().lower() != "application/json":

@@ -22,7 +22,7 @@ BAR_WIDTH = 24
 
 @dataclass(frozen=True)
 class _Running:
-    """A running phase: its latest event, and when it began."""
+    """A running phase: its latest event, and the time at which it began."""
 
     event: Progress
     since_s: float
@@ -33,12 +33,15 @@ class Console:
 
     On a terminal, the running phase is a bar that is redrawn in place. Elsewhere, a phase prints a
     line when it begins, one when it ends, and one now and then in between. Lines of finished phases
-    stay in both cases. Engines start at the same time, each with its own phase; the bar shows the
-    lowest-numbered engine that is in one.
+    stay in both cases. Engines start at the same time, each with its own phases; the bar shows the
+    running phase with the lowest engine number.
 
     Args:
       out: the stream to print to.
       clock: returns seconds, like `time.monotonic`; replaced in tests.
+
+    Attributes:
+      phase: the name of the latest phase.
     """
 
     def __init__(self, out: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -105,7 +105,7 @@ class CatchUnexpected:
 
 
 def _no_such_path(request: Request) -> str:
-    """Returns the message for an unknown path. Most are known ones under a wrong base URL."""
+    """Returns the message for an unknown path. Most such paths result from a wrong base URL."""
     path = _path(request)
     known = [route.path for route in request.app.routes]
     for right in known:

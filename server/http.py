@@ -37,7 +37,7 @@ from the end of that piece."""
 
 MAX_UNREAD_BYTES = 64 * 1024 * 1024
 UNREAD_TIMEOUT_S = 30
-"""Bytes and seconds for which the rest of a request is discarded after the response to it."""
+"""Limits in bytes and seconds on the rest of a request that is discarded after its response."""
 
 
 class HttpServer(uvicorn.Server):
@@ -119,7 +119,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self.transport.close()
         start = 0
         while start < len(data) and not (self._discards_input or self.transport.is_closing()):
-            # A piece never reaches past the limit, so no head that is too large can end in one.
+            # A piece ends at the limit at the latest, so a head that is too large cannot end in it.
             size = min(PIECE_BYTES, MAX_HEAD_BYTES - self._num_head_bytes)
             if size == 0:
                 self._reject(431, f"the request line and headers exceed {MAX_HEAD_BYTES} bytes")
@@ -174,7 +174,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_unread_timer()
 
     def on_response_complete(self) -> None:
-        """Starts to discard the rest of a request that has had its response."""
+        """Starts to discard the rest of a request that already has its response."""
         if self.cycle.response_complete and self.cycle.more_body:
             self._start_unread_timer()
         super().on_response_complete()
@@ -209,7 +209,7 @@ class HttpProtocol(HttpToolsProtocol):
         if cycle is None or (cycle.response_complete and not cycle.more_body):
             self._write_error(status, message)
             self._close_writing()
-        elif cycle.response_complete:  # these bytes belong to a request that has had its response
+        elif cycle.response_complete:  # the bytes belong to a request that already has its response
             self._close_writing()
         elif not cycle.more_body:  # earlier requests still get their responses
             cycle.keep_alive = False
@@ -268,7 +268,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _CycleTransport:
-    """The transport of a cycle of uvicorn, which `HttpProtocol.close_after` closes."""
+    """The transport that a request cycle of uvicorn sees: `HttpProtocol.close_after` closes it."""
 
     def __init__(self, protocol: HttpProtocol, cycle: RequestResponseCycle) -> None:
         self._protocol = protocol

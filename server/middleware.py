@@ -56,7 +56,7 @@ class RequestId:
 
 
 class RootPath:
-    """Strips the path prefix of a proxy that passes it on. Paths without it are left alone."""
+    """Strips the path prefix that a proxy added. Paths without the prefix stay unchanged."""
 
     def __init__(self, app: ASGIApp, *, root_path: str) -> None:
         self._app = app
@@ -70,14 +70,14 @@ class RootPath:
 
 
 class ApiKey:
-    """Passes a request on if it carries one of the keys or is for one of `OPEN_PATHS`, else 401."""
+    """Refuses requests without one of the keys with 401, except those for `OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp, *, keys: tuple[str, ...]) -> None:
         self._app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The path as it was sent: a URL built from the Host header can be forged.
+        # The path as it was sent, because a URL that is built from the Host header can be forged.
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in OPEN_PATHS or self._is_known(Headers(scope=scope).get("authorization", "")):
             await self._app(scope, receive, send)
@@ -102,9 +102,10 @@ class ForeignPages:
     """Refuses requests that a browser sends on behalf of other sites, with 403.
 
     A web page can send requests to any server that the browser can reach, including one that only
-    listens on this machine. The browser names the page in ``origin``. With DNS rebinding, the name
-    of the page itself resolves to this server: the browser then sees the same origin, but ``host``
-    still carries that name. `OPEN_PATHS` are open to everyone.
+    listens on this machine. The browser names the site of the page in the ``Origin`` header. With
+    DNS rebinding, the name of that site resolves to this server: the browser then takes both for
+    the same origin, but the ``Host`` header has the name of the site. `OPEN_PATHS` are open to
+    everyone.
 
     Args:
       hosts: names accepted in the ``Host`` header, besides those that no public site can have:
@@ -141,6 +142,7 @@ class ForeignPages:
             or not self._origins.isdisjoint((origin, "*"))
         ):
             return None
+        # Other schemes, such as app://, belong to programs and not to pages of the web.
         scheme, _, site = origin.partition("://")
         if (scheme in ("http", "https") and site != host) or origin == "null":
             return (

@@ -130,7 +130,7 @@ async def _start(
         raise
     text_engine = make_text_engine(client, files, api, settings, chat_template=template)
     client.on_outputs = text_engine.metrics.step_done
-    # Everything created so far stays, so keep the garbage collector from scanning it again.
+    # All objects so far live as long as the process, so the garbage collector need not scan them.
     gc.collect()
     gc.freeze()
     return text_engine, client
@@ -170,7 +170,7 @@ async def _unless_stopped(stop: asyncio.Future[int], work: Coroutine[Any, Any, T
 
 
 def _signals() -> tuple[asyncio.Future[int], asyncio.Future[int]]:
-    """Returns futures of the first and the second SIGINT or SIGTERM, set to its number."""
+    """Returns futures that the first and the second SIGINT or SIGTERM set to the signal number."""
     loop = asyncio.get_running_loop()
     first, second = loop.create_future(), loop.create_future()
 
@@ -197,7 +197,7 @@ def _throughput_lines(client: EngineClient, interval_s: float) -> Iterator[None]
 
 
 async def _drain(client: EngineClient, timeout_s: float, hurry: asyncio.Future[int]) -> None:
-    """Waits for requests to finish until the timeout or until ``hurry``; aborts the rest."""
+    """Waits for requests to finish until the timeout or until ``hurry`` is set; aborts the rest."""
     draining = asyncio.create_task(client.drain(timeout_s))
     await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():

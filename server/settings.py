@@ -28,7 +28,7 @@ class ApiSettings:
     """Settings of the API: names, access and limits.
 
     Raises:
-      ConfigError: a value is impossible.
+      ConfigError: a value is invalid.
     """
 
     served_model_name: tuple[str, ...] = setting(
@@ -82,7 +82,7 @@ class ServerSettings:
     """Settings of the process and of the chat format.
 
     Raises:
-      ConfigError: a value is impossible.
+      ConfigError: a value is invalid.
     """
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 listens on all networks")
@@ -130,7 +130,7 @@ class ServerSettings:
             check_variables(variables)
         except (TypeError, ValueError, InvalidRequestError) as error:
             raise ConfigError(
-                "--default-chat-template-kwargs must be a JSON object of template variables, none "
-                f"of which the server sets itself, got {text[:200]!r}"
+                "--default-chat-template-kwargs must be a JSON object of template variables that "
+                f"the server does not set itself, got {text[:200]!r}"
             ) from error
         return variables

@@ -22,8 +22,8 @@ WriteChunk: TypeAlias = Callable[[bytes], Awaitable[None]]
 EXTENSION = "jaxserve.write_chunk"
 """The ASGI extension by which a server offers a `WriteChunk`, under the key ``write``.
 
-An ASGI message passes every layer of the application and of its server, each of which inspects it.
-With one message for every token, that costs as much as generating the event.
+An ASGI message passes through every layer of the application and of its server, and each inspects
+it. With one message for every token, that costs as much as generating the event.
 """
 
 HEADERS = [
@@ -62,7 +62,7 @@ FRAMINGS = {"plain": PLAIN, "named": Framing(named_event, b"")}
 
 
 async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct]) -> Response:
-    """Awaits ``body`` and returns it as JSON. Raises ClientDisconnect if the client leaves."""
+    """Awaits ``body`` and returns it as JSON. Raises ClientDisconnect if the client disconnects."""
     whole = await unless_disconnected(request.receive, body)
     return Response(_encode(whole), media_type="application/json")
 
@@ -70,9 +70,9 @@ async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct
 async def reply_stream(
     request: Request, chunks: AsyncGenerator[msgspec.Struct, None], *, framing: Framing = PLAIN
 ) -> Response:
-    """Awaits the first chunk, so that an earlier error still sets the status of the response.
+    """Returns a stream once its first chunk has arrived, so that earlier errors set the status.
 
-    Raises ClientDisconnect if the client leaves before the first chunk.
+    Raises ClientDisconnect if the client disconnects before the first chunk.
     """
     first = await unless_disconnected(request.receive, anext(chunks))
     return EventStream(first, chunks, framing)

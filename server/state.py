@@ -14,7 +14,7 @@ class UnavailableError(JaxserveError):
 
 
 class ServerState:
-    """The state that all routes of an application share. Whoever runs the application updates it.
+    """The state that all routes share. The code that runs the application updates it.
 
     Attributes:
       text_engine: serves requests; None until the engines have started.

@@ -28,7 +28,7 @@ class ServerThread:
     """Serves a model from construction until `close`.
 
     Args:
-      *argv: the arguments of ``python -m server``. The default port is a free one.
+      *argv: the arguments of ``python -m server``. By default, the port is a free one.
 
     Attributes:
       url: URL of the server, without a path.

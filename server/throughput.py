@@ -15,7 +15,7 @@ IDLE = StepStats()
 
 
 def describe(engine: int, before: StepStats, now: StepStats, seconds: float) -> str | None:
-    """Returns the line for one engine, or None if it was idle and still is.
+    """Returns the line for one engine, or None if it has been idle all the time.
 
     Args:
       engine: index of the engine.

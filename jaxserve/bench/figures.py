@@ -1,4 +1,4 @@
-"""The figures of a benchmark, their computation from timings, and a table of them."""
+"""The figures of a benchmark: computed from timings, and shown in a table."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LoadFigures:
       num_requests, num_prompt_tokens, num_output_tokens: totals over all requests.
       seconds: from sending to the last token.
       output_tokens_per_s: output tokens over ``seconds``, so prefill counts.
-      steady_tokens_per_s: the rate while all requests decode: from the first token of the last
-        request to begin, to the last token of the first to end; None if they never overlap.
+      steady_tokens_per_s: the rate while all requests decode, from the time when every request has
+        its first token until one has its last; None if there is no such time.
       ttft_median_s, ttft_max_s: seconds from sending to the first token.
     """
 

@@ -30,7 +30,7 @@ from jaxserve.bench.program import base_parser, run
 from jaxserve.bench.server_process import HOST, ServerProcess
 
 PACES = (40, 160)
-"""Tokens per second of each stream; for each, `testing.echo_engine` has a factory ``at_*``."""
+"""Tokens per second of each stream. `testing.echo_engine` has a factory ``at_*`` for each pace."""
 
 TEXT = (
     "The lighthouse had been dark for eleven years when Ana bought it from the harbour office. "
@@ -45,7 +45,7 @@ BODIES = {
     "completions": ("/v1/completions", {"prompt": TEXT}),
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
 }
-"""The path and the prompt field of the body, by endpoint."""
+"""Endpoint -> its path, and the field of the body that holds the prompt."""
 
 BLOCK_SIZE = 256
 
@@ -122,13 +122,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def measure_all(args: argparse.Namespace) -> FrontReport:
-    """Measures with the parsed flags."""
+    """Runs `measure` with the parsed flags."""
     figures = measure(args.model, num_streams=args.streams, seconds=args.seconds)
     return FrontReport(Machine.this(), args.model, args.streams, figures)
 
 
 def measure(model: str, *, num_streams: int, seconds: float) -> list[FrontFigures]:
-    """Starts a server for each pace and measures every endpoint of it."""
+    """Starts a server for each pace, and measures every endpoint on it."""
     figures = []
     for pace in PACES:
         length = round(pace * (MAX_START_S + SETTLE_S + seconds + 1))  # never reached

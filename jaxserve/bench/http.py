@@ -88,11 +88,11 @@ async def stream_completion(host: str, port: int, body: Mapping[str, Any]) -> Ti
                 continue
             if line.startswith(b"data: [DONE]"):
                 return timing
-            _note(timing, json.loads(line[6:]))
+            _record(timing, json.loads(line[6:]))
     raise RequestRefusedError("the stream ended early")
 
 
-def _note(timing: Timing, event: dict[str, Any]) -> None:
+def _record(timing: Timing, event: dict[str, Any]) -> None:
     if "error" in event:
         raise RequestRefusedError(str(event["error"]))
     usage = event["usage"]

@@ -3,8 +3,9 @@
     scripts/bench neighbours [--model M] [--repeats N] [--output FILE] [-- SERVER_FLAG...]
 
 Plain greedy requests (the neighbours) run together with one more request, which is plain or has a
-feature such as a JSON schema. Runs alternate (plain, feature, plain, next feature, ...). Each is
-compared with the plain runs right before and after it, to cancel any drift of the machine.
+feature such as a JSON schema. Runs alternate (plain, feature, plain, next feature, ...). Each run
+with a feature is compared with the plain runs right before and after it, to cancel any drift of the
+machine.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class NeighbourFigures:
       plain_ms: time between tokens next to a plain request: the median over all plain runs.
       ratios: for each feature and repeat, the time between tokens next to a request with it,
         divided by the time in plain runs.
-      cpu_ratios: the same ratio for the processor time of all processes in the whole run. Other
-        programs on the machine disturb it less.
+      cpu_ratios: the same ratios for the processor time of all processes in the whole run, which
+        other programs on the machine disturb less.
     """
 
     machine: Machine
@@ -172,7 +173,7 @@ def seconds_between_tokens(neighbours: Sequence[Timing], *, beside: Timing) -> f
       beside: timing of the other request.
 
     Raises:
-      JaxserveError: the requests never decode all at once.
+      JaxserveError: the requests never all decode at the same time.
     """
     everybody = [*neighbours, beside]
     begin_s = max(t.first_s for t in everybody)

@@ -46,7 +46,7 @@ EXIT_REASON_TIMEOUT_S = 2.0
 STARTUP_ERRORS: Mapping[str, type[JaxserveError]] = {
     error.__name__: error for error in (ConfigError, CheckpointError, UnsupportedModelError)
 }
-"""The errors of a factory that `EngineClient.start` raises again as what they were."""
+"""The errors of a factory that `EngineClient.start` raises with their own type."""
 
 
 class EngineClient:
@@ -90,7 +90,8 @@ class EngineClient:
           stuck_after_s: `check_health` fails if an engine sends nothing for this many seconds.
 
         Raises:
-          ConfigError, CheckpointError: the factory raised it; the user can fix the cause.
+          ConfigError, CheckpointError, UnsupportedModelError: the factory raised it; the user can
+            fix the cause.
           EngineDeadError: an engine failed or died. Its traceback, if it sent one, is in the log.
         """
         client = cls(stuck_after_s=stuck_after_s)
@@ -159,7 +160,7 @@ class EngineClient:
     async def close(self) -> None:
         """Stops the engines and removes the sockets. Requests in flight fail with EngineDeadError.
 
-        Idempotent, also while another call is in progress. Cancelling the call does not stop it.
+        Idempotent, even during another call. Cancelling the call does not stop the closing.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -208,7 +209,7 @@ class EngineClient:
         return alive[self._balancer.pick({i: replica.load for i, replica in alive.items()})]
 
     async def _watch(self, replica: Replica) -> None:
-        """Fails a replica when its process ends, for whatever reason."""
+        """Marks a replica as dead when its process ends, for whatever reason."""
         exit_code = await replica.process.wait()
         if exit_code == FAILED_EXIT_CODE:  # EngineFailed may still be in the socket
             with contextlib.suppress(TimeoutError):
@@ -219,13 +220,13 @@ class EngineClient:
         """Handles the events of all engines, for as long as the client lives."""
         try:
             while True:
-                # Drains every queued event at once: a reader that lags gets one merged output.
+                # Takes all queued events at once, so that a slow reader gets one merged output.
                 for event in await self._events.receive():
                     self._handle_event(event, on_progress)
                 # Lets the readers run even if the next event has already arrived.
                 await asyncio.sleep(0)
         except Exception as error:
-            # Without this task no output would ever arrive: fail all requests, do not hang.
+            # Without this task, no output arrives any more: fail all requests instead of hanging.
             logger.exception("the engine client failed")
             for replica in self._replicas:
                 replica.fail(EngineDeadError(f"the engine client failed: {error}"))
@@ -259,7 +260,7 @@ class EngineClient:
                 logger.exception("the on_outputs callback failed")
 
     def _on_engine_death(self, replica: Replica, error: JaxserveError) -> None:
-        """Fails the requests of an engine that ended without having been stopped."""
+        """Fails the requests of an engine that ended although nobody stopped it."""
         if replica.error is None:
             if replica.ready.done():
                 logger.error("%s; failed requests in flight: %d", error, len(replica.in_flight))

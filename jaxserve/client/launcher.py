@@ -22,7 +22,7 @@ STDIN_CLOSED_TIMEOUT_S = 3.0
 """Seconds that a process may take to exit after its standard input was closed."""
 
 ENVIRONMENT = {
-    # Errors only in the C++ log of XLA: its warnings are about its own tuning.
+    # Show only errors of XLA's C++ code: its warnings are about its own tuning.
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 """Environment variables of an engine, unless the environment of the front sets them."""
@@ -35,9 +35,9 @@ class EngineProcess:
     """One engine process, from start to exit.
 
     Its standard input stays open as long as the front lives and needs the engine; the child exits
-    at once when it closes. The child runs in its own session, so Ctrl-C in a terminal, which goes
-    to the whole process group, reaches the front only, and the front decides what ends when. What
-    the child prints goes to the standard error output of the front.
+    at once when it closes. The child runs in its own session: Ctrl-C in a terminal goes to a whole
+    process group, but should reach the front only, which decides when the engines end. The front's
+    standard error output shows all output of the child.
 
     Create it on the thread of the running asyncio loop: Linux kills the child when the thread that
     started it ends.
@@ -86,7 +86,7 @@ class EngineProcess:
         """Ends the process and returns its exit code.
 
         The process has ``timeout_s`` seconds to exit by itself (0: none). Then its standard input
-        is closed, which makes it exit from wherever it is. If it still does not, it is killed.
+        is closed, which makes it exit whatever it is doing. If it does not exit, it is killed.
         """
         if not await self._ends_within(timeout_s):
             self.close_stdin()
@@ -117,7 +117,11 @@ class EngineProcess:
 def child_environment(
     launch: Launch, inherited: Mapping[str, str], module_path: list[str]
 ) -> dict[str, str]:
-    """Returns the environment of an engine: that of the front, its module path and our settings."""
+    """Returns the environment of an engine: the front's own, its module path and our settings.
+
+    Raises:
+      ConfigError: there are fewer visible GPUs than engines.
+    """
     xla_flags = " ".join([*XLA_FLAGS, inherited.get("XLA_FLAGS", "")]).strip()
     return {
         **ENVIRONMENT,
@@ -132,8 +136,8 @@ def child_environment(
 def memory_settings(cache: CacheConfig, inherited: Mapping[str, str]) -> dict[str, str]:
     """Returns variables that set the fraction of GPU memory that jax preallocates.
 
-    Empty if the environment ``inherited`` sets the fraction: jax refuses both names together. The
-    default of jax is three quarters.
+    Returns none if the environment ``inherited`` sets the fraction: jax refuses to have both names
+    set. The default of jax is three quarters.
     """
     names = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
     if names & inherited.keys():
@@ -155,7 +159,7 @@ def _visible_device(launch: Launch, inherited: Mapping[str, str]) -> dict[str, s
     devices = visible.split(",")
     if len(devices) < num_engines:
         raise ConfigError(
-            f"--data-parallel-size {num_engines} needs as many GPUs, and CUDA_VISIBLE_DEVICES has "
+            f"--data-parallel-size {num_engines} needs as many GPUs, but CUDA_VISIBLE_DEVICES has "
             f"{len(devices)}: {visible}"
         )
     return {"CUDA_VISIBLE_DEVICES": devices[launch.engine].strip()}

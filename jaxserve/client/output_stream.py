@@ -13,9 +13,9 @@ from jaxserve.ipc.messages import RequestOutput
 class OutputStream:
     """Buffers at most one output: outputs pushed before it is read are merged into it.
 
-    A slow reader thus needs no queue; it gets more tokens at once. One task reads. Writer and
-    reader run on the same event loop. The stream owns an output once it is pushed, and may change
-    its lists.
+    So a slow reader gets more tokens at once, and no queue grows. One task reads. Writer and reader
+    run on the same event loop. The stream owns the outputs that are pushed, and may change their
+    lists.
     """
 
     __slots__ = ("_ended", "_error", "_output", "_waiter")
@@ -24,7 +24,7 @@ class OutputStream:
         self._output: RequestOutput | None = None
         self._error: JaxserveError | None = None
         self._ended = False
-        # A future per wait: with one reader it takes half the time of an asyncio.Event.
+        # One future for each wait: for one reader, this takes half the time of an asyncio.Event.
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, output: RequestOutput) -> None:
@@ -42,7 +42,11 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Waits for the output since the last call. Raises the error passed to `fail`."""
+        """Waits for output, and returns all of it since the last call.
+
+        Raises:
+          JaxserveError: the error passed to `fail`.
+        """
         if self._ended:
             raise StopAsyncIteration
         if self._output is None and self._error is None:

@@ -16,7 +16,7 @@ class Engine(Protocol):
 
     @property
     def ready(self) -> Ready:
-        """The resolved settings of the engine; of the first one if there are replicas."""
+        """The resolved settings of the engine, or of the first engine if there are several."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class Engine(Protocol):
         the generator earlier (``aclose``, best through `contextlib.aclosing`) aborts the request.
 
         Args:
-          request: its ID must differ from those of all requests in flight or just aborted, whose
+          request: its ID must not be that of a request in flight, or of one just aborted, whose
             outputs may still arrive.
 
         Raises:

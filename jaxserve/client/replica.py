@@ -23,8 +23,8 @@ from jaxserve.ipc.messages import (
 from jaxserve.ipc.transport import RequestSender
 
 WAITING_WEIGHT = 4
-"""A waiting request counts this many times a running one: its whole prompt is still to be computed,
-and it shows that the engine is full."""
+"""A waiting request counts as this many running ones: its whole prompt must still be computed, and
+the engine is full if a request has to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class Replica:
 
     Attributes:
       process: the engine process.
-      ready: its resolved settings once it can serve, or the error that ended its start.
-      in_flight: the output streams of its requests, by request ID.
-      stats: its latest state.
-      error: why it is dead, or None.
-      failed: set when it is dead.
+      ready: the resolved settings once the engine can serve, or the error that ended its start.
+      in_flight: the output streams of the requests in flight, by request ID.
+      stats: the latest state of the engine.
+      error: the reason why the engine is dead, or None.
+      failed: set when the engine is dead.
     """
 
     def __init__(self, process: EngineProcess, request_ended: asyncio.Event) -> None:
@@ -102,7 +102,7 @@ class Replica:
     def submit(self, submit: Submit) -> OutputStream:
         """Sends a request to the engine and returns the stream of its outputs."""
         assert self._sender is not None, "requests go to engines that are ready"
-        # Does not fail for a dead engine: the end of its process fails its requests.
+        # Does not fail if the engine has just died: `fail` then ends the stream.
         self._sender.send(submit)
         # After `send`, so that a request that cannot be encoded is not in flight.
         stream = self.in_flight[submit.request_id] = OutputStream()

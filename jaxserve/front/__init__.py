@@ -1,5 +1,5 @@
 """Text in, text out: admits requests, runs them on an engine and streams their completions.
 
-Knows the engine through `client.protocol`, the tokenizer and the parsers. Knows no API: HTTP and
-the bodies of OpenAI are in `openai` and in the package `server`. Never imports jax.
+Uses the tokenizer, the parsers and, through `client.protocol`, the engine. Knows no API: the bodies
+of OpenAI are in `openai`, HTTP is in the package `server`. Never imports jax.
 """

@@ -23,12 +23,12 @@ class AdmissionLimit:
         """Returns a permit for all completions of a request.
 
         Raises:
-          QueueFullError: the completions in flight and these exceed the limit.
+          QueueFullError: with these, more than ``limit`` completions would be in flight.
         """
         if self.num_in_flight + num_completions > self.limit:
             raise QueueFullError(
                 f"{self.num_in_flight} completions are in flight and the server takes at most "
-                f"{self.limit}; try again later"
+                f"{self.limit}, but the request needs {num_completions}; try again later"
             )
         return Permit(self, num_completions)
 

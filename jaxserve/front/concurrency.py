@@ -1,4 +1,4 @@
-"""Two ways to wait for many coroutines: the items of several streams, and bounded work."""
+"""Merges streams, and runs a limited number of coroutines at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ R = TypeVar("R")
 def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Yields the items of all streams as they arrive.
 
-    Raises the first error of a stream. An error, and closing the generator, closes every stream.
+    Raises the first error of a stream. After an error, and when the generator is closed, closes
+    every stream.
     """
     return streams[0] if len(streams) == 1 else _merged(streams)
 
@@ -57,8 +58,8 @@ async def bounded_as_completed(
     """Yields the results of ``work`` as they complete, with up to ``limit`` items in flight.
 
     An item is read only when its work can start, so ``items`` may be infinite. Raises the first
-    error of ``work``. An error, and closing the generator, cancels all work in flight and waits
-    until it has ended.
+    error of ``work``. After an error, and when the generator is closed, cancels all work in flight
+    and waits until it has ended.
     """
     rest = iter(items)
     running: set[asyncio.Task[R]] = set()

@@ -18,8 +18,8 @@ class GenerationDefaults:
 
     Attributes:
       sampling: values of `SamplingParams` fields, under some of the ``SAMPLING_KEYS``.
-      max_tokens: default length of a completion; None: the rest of the context.
-      eos_token_ids: the tokens that end a completion. The tokenizer's end token may be missing.
+      max_tokens: the most tokens of a completion; None: the rest of the context.
+      eos_token_ids: tokens that end a completion. The tokenizer's end token may be missing here.
     """
 
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -45,7 +45,8 @@ class GenerationDefaults:
             none.
           use_sampling: use the sampling values of ``generation_config``. Its end tokens count in
             any case.
-          overrides: replace values of ``generation_config``, also without ``use_sampling``.
+          overrides: values that replace those of ``generation_config``, even if ``use_sampling`` is
+            false.
 
         Raises:
           ConfigError: a value has the wrong type or is out of range.

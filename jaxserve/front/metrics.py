@@ -32,7 +32,7 @@ STEP_BUCKETS = (1, *(8 * 2**i for i in range(12)))
 
 
 class Histogram:
-    """Counts values in buckets. ``bounds`` are their upper ends, ascending, in any unit."""
+    """Counts values in buckets. ``bounds`` are the upper ends of the buckets, ascending."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -53,7 +53,7 @@ class RequestRecord(msgspec.Struct):
       num_prompt_tokens: length of the prompt.
       max_tokens: the most tokens that may be generated; 0 for embeddings.
       n: completions for each prompt of the request.
-      scheduled_s: the first step of the engine that ran the completion.
+      scheduled_s: the engine first ran the completion.
       first_token_s: the first token arrived; for embeddings, the vector.
       last_token_s: the latest token arrived.
       num_cached_tokens: tokens of the prompt that were in the prefix cache.
@@ -88,8 +88,8 @@ class RequestHistogram:
     Attributes:
       help: its description in /metrics.
       bounds: upper ends of its buckets; None: those of `token_buckets`.
-      value: returns the value, given the record and the time of the end; None is not counted.
-      needs_token: count only completions of which a token has arrived.
+      value: computes the value from the record and the time of the end; None is not counted.
+      needs_token: leave out completions that ended before their first token.
     """
 
     help: str
@@ -148,12 +148,18 @@ REQUEST_HISTOGRAMS: Mapping[str, RequestHistogram] = MappingProxyType(
         ),
     }
 )
-"""Every histogram of finished completions, by its name without the prefix."""
+"""The histograms of finished completions, by name without the prefix."""
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """All counts of one front process. Only the thread of the event loop writes them."""
+    """All counts of one front process. Only the thread of the event loop writes them.
+
+    Attributes:
+      by_request: the histograms of `REQUEST_HISTOGRAMS`, by name.
+      step_tokens: a histogram of the tokens of a step for each engine, by its index.
+      finished: numbers of completions that have ended, by reason.
+    """
 
     max_model_len: int
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))

@@ -34,7 +34,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
       num_cached_tokens: tokens of the prompt that were in the prefix cache.
       prompt_logprobs: on the first delta of a completion, if the request asked for them: an entry
         for each token of the prompt, None for the first.
-      events: what the parser of the completion found; None without a parser.
+      events: the events that the parser found in the new text; None without a parser.
       num_reasoning_tokens: how many of the tokens lie in a think block.
       embedding: the vector of the prompt, not normalised, if the request asked for it.
     """
@@ -55,10 +55,13 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 async def stream_completion(
     task: CompletionTask, engine: Engine, tokenizer: Tokenizer, metrics: RequestMetrics
 ) -> AsyncGenerator[Delta, None]:
-    """Runs a completion. A stop string, an error and closing the generator abort it in the engine.
+    """Runs a completion and yields its deltas.
+
+    A stop string, an error or closing the generator aborts the completion in the engine.
 
     Raises:
-      EngineDeadError, RequestFailedError: the completion cannot go on.
+      EngineDeadError: the engine died.
+      RequestFailedError: the engine could not continue the completion.
     """
     detokenizer = _detokenizer(task, tokenizer)
     record, ended = task.record, "abort"
@@ -74,7 +77,8 @@ async def stream_completion(
                 if delta.finish_reason is not None:
                     break
                 yield delta
-        # The engine has released the request before the client sees its end.
+        # Yielded after `generate` is closed: the client sees the end of a completion only when the
+        # engine has released it.
         assert delta is not None, "the engine ended a request without an output"
         assert delta.finish_reason is not None, "the engine ended a request without a reason"
         ended = delta.finish_reason
@@ -110,10 +114,11 @@ def _to_delta(
 ) -> Delta:
     token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
     if reason == FinishReason.ERROR:
-        raise RequestFailedError("the engine could not go on with this request")
+        raise RequestFailedError("the engine could not continue this request")
     shown = token_ids
     if reason == FinishReason.STOP and not task.params.include_stop_str_in_output:
-        # The token that ended a completion is not part of its text. A grammar needs no such token.
+        # The token that ended a completion is not part of its text. A completion that ends with its
+        # grammar may have no such token.
         end_id = task.submit.eos_token_id
         has_end_token = output.stop_reason is not None or token_ids[-1:] == [end_id]
         shown = token_ids[:-1] if has_end_token else token_ids

@@ -59,7 +59,10 @@ class ParsedText:
         self._unsearched = min_tokens
 
     def push(self, token_ids: Sequence[int], *, finished: bool) -> ParsedDelta:
-        """Adds tokens and returns their events. After the last (``finished``) no text is held."""
+        """Adds tokens and returns the events that are certain now.
+
+        If they are the last tokens (``finished``), no text is held back.
+        """
         out: list[Event] = []
         num_reasoning = 0
         for used, token_id in enumerate(token_ids, 1):
@@ -105,7 +108,7 @@ class ParsedText:
 
 
 def _append(out: list[Event], event: Event) -> None:
-    """Appends an event to ``out``, or joins it with the last one if both are of one type."""
+    """Appends an event to ``out``, or joins its text to the last event if both have one type."""
     last = out[-1] if out else None
     if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
         out[-1] = ContentDelta(last.text + event.text)

@@ -1,8 +1,8 @@
 """One request for text, and the completions that it becomes.
 
-Every API builds a `GenerateRequest`. `resolve` checks it against the model and normalises it, once:
-each of its completions is a `Submit` for the engine and what the front keeps to turn tokens into
-text. Nothing behind this file changes a parameter.
+Every API builds a `GenerateRequest`. `resolve` checks it against the model, normalises it once, and
+returns a `CompletionTask` for each completion: a `Submit` for the engine, and the data with which
+the front turns tokens into text. Later code changes no parameter.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ class GenerateRequest:
 
     Attributes:
       prompts: token IDs of each prompt.
-      params: sampling parameters of every completion. ``max_tokens`` None: the default length, or
-        what the context leaves.
+      params: sampling parameters of every completion. ``max_tokens`` None: the default length, cut
+        to the rest of the context.
       request_id: becomes part of the IDs that the engine sees; need not be unique.
       priority: smaller is scheduled earlier under the priority policy; 64 bits, signed.
       cache_salt: only requests with the same salt share cached prompt blocks.
-      default_max_tokens: length of a completion when ``max_tokens`` is None, as far as it fits;
-        None: the default of the model.
+      default_max_tokens: the default length of a completion; None: the default of the model.
       prompt_field: the field of the API that an error about a prompt names.
       length_field: the field of the API that an error about the requested length names.
-      parsers: one for each completion, or empty: the text is not parsed.
+      parsers: one for each completion; empty: the text is not parsed.
     """
 
     prompts: Sequence[list[int]]
@@ -66,10 +65,10 @@ class CompletionTask:
 
     Attributes:
       index: which completion of its request.
-      submit: what the engine gets. Its stop strings are empty: the engine sees token IDs only.
+      submit: the message to the engine. It has no stop strings: the engine sees token IDs only.
       params: sampling parameters of the request, with its stop strings.
       record: the times and counts of this completion.
-      parser: turns the text into events; None: the text stays as it is.
+      parser: turns the text into events; None: the text is not parsed.
     """
 
     index: int
@@ -85,8 +84,8 @@ def resolve(
     """Checks a request against the model and returns its completions, in order of their index.
 
     Args:
-      request: what was asked for.
-      model: the model that runs it.
+      request: the request to check.
+      model: the model that runs the request.
       arrival_s: when the request arrived, on the monotonic clock.
 
     Raises:
@@ -145,7 +144,7 @@ def _check_prompt(request: GenerateRequest, i: int, model: ServedModel) -> None:
 
 
 def _max_tokens(request: GenerateRequest, num_prompt_tokens: int, model: ServedModel) -> int:
-    """The requested length, else the default length as far as it fits the context."""
+    """Returns the requested length, else the default length cut to the rest of the context."""
     if request.params.max_tokens is not None:
         return request.params.max_tokens
     room = model.max_model_len - num_prompt_tokens
@@ -158,7 +157,7 @@ def _max_tokens(request: GenerateRequest, num_prompt_tokens: int, model: ServedM
 def _engine_params(
     params: SamplingParams, sample: int, max_tokens: int, model: ServedModel
 ) -> SamplingParams:
-    """Returns normalised parameters as those of one completion, with a signed 64-bit seed."""
+    """Returns the parameters of one completion for the engine, with a signed 64-bit seed."""
     seed = random.getrandbits(63) if params.seed is None else params.seed + sample
     stop_ids = params.stop_token_ids
     if model.extra_end_ids and not params.ignore_eos:

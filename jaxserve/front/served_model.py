@@ -73,12 +73,12 @@ class ServedModel:
         was requested, or the first one.
       tokenizer: the tokenizer of the model.
       ready: the sizes that the engine settled on.
-      defaults: values for what a request leaves unset.
+      defaults: values for fields that a request does not set.
       chat_template: jinja source; None: the model has no chat template.
       template_variables: variables for the template that a request may override.
       tool_call_parser: the format in which the model writes tool calls; None: no known format.
-      reasoning_parser: the format of its think blocks; None: it has none.
-      extra_end_ids: token IDs besides the tokenizer's end token that end a completion.
+      reasoning_parser: the format of the model's think blocks; None: it writes none.
+      extra_end_ids: IDs of tokens that end a completion, besides the tokenizer's end token.
     """
 
     names: tuple[str, ...]
@@ -110,15 +110,15 @@ class ServedModel:
           ready: what the engine reported when it started.
           tokenizer: the tokenizer of the model.
           names: names under which the model is served, at least one.
-          defaults: values for what a request leaves unset; None: none.
+          defaults: values for fields that a request does not set; None: no values.
           chat_template: jinja source that replaces the tokenizer's own.
           template_variables: variables for the template, for requests that do not set them.
           tool_call_parser: a key of `parsing.registry.TOOL_PARSERS`; "auto": the format that the
             chat template shows; "none": no format.
-          reasoning_parser: likewise a key of `REASONING_PARSERS`.
+          reasoning_parser: a key of `parsing.registry.REASONING_PARSERS`, "auto" or "none".
 
         Raises:
-          ConfigError: no parser has such a name.
+          ConfigError: no parser has this name.
           InvalidRequestError: an end token of the checkpoint is outside the vocabulary.
         """
         defaults = defaults or GenerationDefaults()
@@ -181,22 +181,22 @@ class ServedModel:
 
 
 def _tool_call_format(name: str, template: str) -> str | None:
-    """The name of the format; None if there is none. Raises ConfigError for an unknown name."""
+    """Returns the name of the format, or None. Raises ConfigError for an unknown name."""
     if name == "auto":
         return detect_tool_parser(template)
     if name == "none":
         return None
-    tool_parser(name)
+    tool_parser(name)  # raises ConfigError
     return name
 
 
 def _reasoning_format(name: str, template: str) -> str | None:
-    """As `_tool_call_format`, for think blocks."""
+    """Does the same as `_tool_call_format`, for think blocks."""
     if name == "auto":
         return detect_reasoning_parser(template)
     if name == "none":
         return None
-    reasoning_parser(name)
+    reasoning_parser(name)  # raises ConfigError
     return name
 
 

@@ -18,7 +18,7 @@ from jaxserve.front.served_model import ServedModel
 from jaxserve.structured_output.checks import GrammarChecks
 
 INLINE_CHARS = 400
-"""Longest string that is encoded on the event loop: a thread would cost more than the work."""
+"""Text up to this length is encoded on the event loop: a thread would cost more than the work."""
 
 
 class TextEngine:
@@ -27,8 +27,8 @@ class TextEngine:
     Args:
       engine: runs token IDs.
       model: the facts about the model that the engine runs.
-      max_in_flight: the most completions in flight; each of ``n`` and of a batch counts. More are
-        refused with QueueFullError. A single request for more can never run.
+      max_in_flight: the most completions in flight; each of ``n`` counts, for each prompt. Requests
+        over this limit are refused.
 
     Attributes:
       engine: as above.
@@ -54,7 +54,7 @@ class TextEngine:
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[int]:
-        """Calls `encode_batch` for one string."""
+        """Returns the token IDs of one string. See `encode_batch`."""
         (ids,) = await self.encode_batch([text], add_special_tokens=add_special_tokens, param=param)
         return ids
 
@@ -72,7 +72,7 @@ class TextEngine:
           texts: the strings to encode.
           add_special_tokens: add the special tokens that the tokenizer puts around a text.
           param: the field that an error names.
-          any_length: encode strings that cannot fit the context too.
+          any_length: also encode strings that cannot fit the context.
 
         Raises:
           ContextLengthError: a string has more bytes than any text that fits the context.
@@ -88,19 +88,20 @@ class TextEngine:
         return encode_all() if is_short else await asyncio.to_thread(encode_all)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        """Checks and admits a request at once, and returns the deltas of all its completions.
+        """Checks and admits a request immediately; returns the deltas of all its completions.
 
         Nothing runs before the first delta is requested. Close the generator (best by
         `contextlib.aclosing`) to abort the completions that have not ended.
 
         Raises:
-          ContextLengthError, InvalidRequestError: the request cannot be served.
-          QueueFullError: too many completions are in flight.
+          ContextLengthError: a prompt, or a prompt with the requested length, does not fit.
+          InvalidRequestError: the request can never be served by this server.
+          QueueFullError: too many completions are in flight now.
         """
         if request.num_completions > self.admission.limit:
             raise InvalidRequestError(
                 f"{len(request.prompts)} prompts with n={request.params.n} ask for "
-                f"{request.num_completions} answers; this server takes at most "
+                f"{request.num_completions} completions; this server takes at most "
                 f"{self.admission.limit} at a time",
                 param=request.prompt_field,
             )

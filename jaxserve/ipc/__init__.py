@@ -1,5 +1,5 @@
 """The messages between the front process and its engine processes, and their sockets.
 
-`launch` starts an engine, `messages` are the structs, `transport` the sockets. Host-only. The
-package does not know what a message causes on either side.
+`launch` has the settings of an engine process, `messages` the structs, `transport` the sockets. The
+package never imports jax, and does not know what either side does with a message.
 """

@@ -10,11 +10,11 @@ FACTORY = "jaxserve.engine.factory:build"
 """The default engine factory, as ``module:function``."""
 
 FAILED_EXIT_CODE = 1
-"""Exit code of an engine that failed. It has sent `EngineFailed` before, if it still could."""
+"""Exit code of an engine that failed. It sent `EngineFailed` before, if it still could."""
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """Tells an engine process what it is: one line of JSON, the first of its standard input.
+    """The settings of an engine process: the first line of its standard input, as JSON.
 
     Attributes:
       engine: index of the engine among the replicas.

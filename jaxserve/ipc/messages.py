@@ -29,8 +29,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True, gc=Fals
     Attributes:
       request_id: unique among the requests in flight.
       prompt_token_ids: at least one ID, each in ``[0, Ready.vocab_size)``.
-      params: ``seed`` is set and ``n`` is 1. ``stop_token_ids`` has the further end tokens of the
-        model.
+      params: ``seed`` is set and ``n`` is 1. ``stop_token_ids`` includes the end tokens of the
+        model besides ``eos_token_id``.
       eos_token_id: ends the request without a stop reason. None if the model has no end token, or
         if the request ignores it.
       priority: lowest first, under the priority policy.
@@ -67,8 +67,8 @@ class Progress(msgspec.Struct, tag="progress", array_like=True, frozen=True, gc=
     Attributes:
       engine: index of the engine.
       phase: name of the phase.
-      done, total: in ``unit``; total 0 if unknown.
-      unit: what is counted.
+      done, total: amounts in ``unit``; total 0 if unknown.
+      unit: the unit of the amounts, such as "bytes" or "programs".
       detail: a short remark for people.
       seconds: duration of the phase once it has ended, else None.
     """
@@ -83,7 +83,7 @@ class Progress(msgspec.Struct, tag="progress", array_like=True, frozen=True, gc=
 
 
 class Decision(NamedTuple):
-    """A setting that was resolved at start-up: what, to which value, and why. For people."""
+    """A setting that was resolved at start-up: its name, its value and the reason. For people."""
 
     what: str
     value: str
@@ -95,13 +95,13 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True, gc=False)
 
     Attributes:
       engine: index of the engine.
-      max_model_len: tokens of one request, prompt and output together.
+      max_model_len: the most tokens of one request, prompt and output together.
       vocab_size: token IDs are in ``[0, vocab_size)``.
       block_size: slots in a block of the KV cache.
-      num_blocks: blocks in the KV cache, with block 0, which no request ever holds.
-      max_num_seqs: requests that run at the same time.
-      max_num_batched_tokens: tokens in one step.
-      decisions: what was resolved, with reasons.
+      num_blocks: blocks in the KV cache, including block 0, which no request ever holds.
+      max_num_seqs: the most requests that run at the same time.
+      max_num_batched_tokens: the most tokens in one step.
+      decisions: the settings that were resolved, with reasons.
       hidden_size: length of the vectors of `SamplingParams.pooling`.
       max_logprobs: the largest `SamplingParams.logprobs` that the engine serves.
     """
@@ -133,7 +133,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The part of a request that one step added.
+    """The output that one step added to a request.
 
     Attributes:
       request_id: the request.
@@ -141,7 +141,7 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
       finish_reason: a `FinishReason`, or None if the request continues.
       stop_reason: the stop token ID that ended the request; None for the end token and for every
         other reason.
-      logprobs: one entry per new token, if requested.
+      logprobs: one entry for each new token, if requested.
       num_cached_tokens: prompt tokens that the prefix cache provided.
       scheduled_s: when the request first ran.
       prompt_logprobs: with the first token, if requested: entry i belongs to prompt token i, and
@@ -165,15 +165,14 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The state of an engine after a step. Counts named ``total`` only grow.
 
     Attributes:
-      num_running, num_waiting: requests.
-      kv_usage: used blocks as a fraction of all blocks but block 0, 0 to 1.
-      total_steps, total_preemptions: since the start.
+      num_running, num_waiting: requests that run, and that wait to run.
+      kv_usage: used blocks as a fraction of all blocks except block 0, 0 to 1.
+      total_steps, total_preemptions: counts since the start.
       total_prompt_tokens: a prompt counts once, when its first output token is sampled.
       total_generation_tokens: output tokens.
       total_compilations: programs compiled since the start; constant after warm-up.
       prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and found.
-      num_step_tokens: tokens of the step that has just ended; 0 if none has, so that a sum over
-        all messages counts each step once.
+      num_step_tokens: tokens of the step that has just ended; 0 if none has. Heartbeats repeat it.
     """
 
     num_running: int = 0
@@ -202,8 +201,8 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True, g
 
     Attributes:
       engine: index of the engine.
-      message: of the exception.
-      traceback: formatted, for the log.
+      message: the message of the exception.
+      traceback: the formatted traceback, for the log.
       is_user_error: whether a user can fix the cause, so that ``message`` is enough.
       error_type: class name of the exception.
     """

@@ -99,7 +99,7 @@ class EventReceiver:
         self._without_waiting = zmq.Socket.shadow(self._socket)  # the same socket
 
     async def receive(self) -> list[EngineEvent]:
-        """Waits for an event, and returns all that have arrived, at most `MAX_EVENTS`.
+        """Waits for an event, and returns all events that have arrived, at most `MAX_EVENTS`.
 
         Logs and skips events that cannot be decoded.
         """

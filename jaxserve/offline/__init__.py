@@ -1,5 +1,5 @@
 """The program ``python -m jaxserve.offline`` and its files, and the outputs of `jaxserve.llm.LLM`.
 
-Answers requests through the same adapters as the server, so that the replies are equal. Knows no
-HTTP. The front never imports jax; the engine runs in processes of its own.
+Requests run through the same adapters as in the server, so the replies are equal. Knows no HTTP.
+The program never imports jax in its own process: its engines run in child processes.
 """

@@ -36,7 +36,7 @@ INTERRUPTED = 130
 """Exit code of a run that a signal interrupted."""
 
 PROMPT_MAX_TOKENS = 256
-"""Length of the completion of a --prompt without --max-tokens."""
+"""The most tokens of a completion of --prompt without --max-tokens."""
 
 
 def main(argv: Sequence[str] | None = None, *, factory: str = FACTORY) -> int:
@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-in-flight",
         type=_positive,
         metavar="N",
-        help="most requests in flight (default: twice the rows of all engines)",
+        help="maximum number of requests in flight (default: twice --max-num-seqs for each engine)",
     )
     prompts = parser.add_argument_group("a few prompts")
     prompts.add_argument(
@@ -96,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     prompts.add_argument(
         "--max-tokens",
         type=int,
-        help=f"longest completion (default: {PROMPT_MAX_TOKENS}, or what fits)",
+        help=f"maximum tokens of a completion (default: {PROMPT_MAX_TOKENS}, or what fits)",
     )
     prompts.add_argument(
         "--temperature", type=float, help="sampling temperature (default: the model's)"
@@ -107,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
-    """Runs what the flags ask for. SIGINT and SIGTERM cancel it, and it cleans up."""
+    """Answers the file or the prompts until SIGINT or SIGTERM. Returns the exit code."""
     work = asyncio.current_task()
     assert work is not None
     for interrupt in (signal.SIGINT, signal.SIGTERM):
@@ -123,7 +123,7 @@ async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
     except asyncio.CancelledError:
         print("interrupted", file=sys.stderr)
         if args.output is not None:
-            print(f"what was finished is in {args.output}; --resume goes on", file=sys.stderr)
+            print(f"finished results are in {args.output}; --resume continues", file=sys.stderr)
         return INTERRUPTED
     return 0
 

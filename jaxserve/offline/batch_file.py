@@ -56,7 +56,7 @@ class BatchResponse(msgspec.Struct, frozen=True):
 
 
 class BatchError(msgspec.Struct, frozen=True):
-    """The reason why there is no response."""
+    """The reason why a line has no response."""
 
     code: str
     message: str
@@ -139,7 +139,7 @@ class ResultFile:
 
     @classmethod
     def create(cls, path: Path, *, overwrite: bool) -> ResultFile:
-        """Creates the file. Replaces an empty one: a run whose model cannot be loaded leaves one.
+        """Creates the file. An empty file, which a run with a bad model leaves, is replaced.
 
         Raises:
           ConfigError: the file exists and ``overwrite`` is false.
@@ -149,7 +149,7 @@ class ResultFile:
             return cls(path.open("wb" if is_free else "xb"), frozenset())
         except FileExistsError:
             raise ConfigError(
-                f"{path} exists already: --resume keeps its answers and goes on, --overwrite "
+                f"{path} already exists: --resume keeps its answers and continues, --overwrite "
                 "replaces it"
             ) from None
 
@@ -179,7 +179,7 @@ class ResultFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file once all of it is on the disk."""
+        """Writes the whole file to the disk, and closes it."""
         os.fsync(self._file.fileno())
         self._file.close()
 

@@ -39,7 +39,7 @@ _ENDPOINTS = {path: endpoint for path, endpoint in ENDPOINTS.items() if endpoint
 
 @dataclass(slots=True)
 class Totals:
-    """The counts of a run. ``num_kept`` counts answers of an earlier run."""
+    """The counts of a run. ``num_kept`` is the number of answers kept from an earlier run."""
 
     num_kept: int = 0
     num_answered: int = 0
@@ -73,7 +73,7 @@ async def run_batch(
 ) -> Totals:
     """Answers every request that has no answer yet, with up to ``limit`` in flight.
 
-    A request that cannot be served becomes an error in the output, and the run goes on. Each result
+    For a request that cannot be served, the output has an error, and the run continues. Each result
     is written as soon as it exists, so an early end loses none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The prompts that `LLM` takes and the outputs that it returns, under the names of vLLM."""
+"""The prompts that `LLM` takes and the outputs that it returns, with fields named as in vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log probability of a token; the most likely token has rank 1."""
+    """The log probability of a token. The most likely token has rank 1."""
 
     logprob: float
     rank: int
@@ -32,8 +32,8 @@ class CompletionOutput:
 
     Attributes:
       index: 0 to n - 1.
-      text: without the stop string or stop token, unless the request includes it.
-      token_ids: with the token that ended the completion.
+      text: the text, without the stop string or stop token unless the request includes it.
+      token_ids: the generated tokens, including the token that ended the completion.
       logprobs: for each token, the sampled and the most likely tokens by ID; None if not requested.
       finish_reason: "stop", "length" or "abort".
       stop_reason: the stop string or stop ID that ended the completion.
@@ -54,7 +54,7 @@ class LLMOutput:
     Attributes:
       prompt: the string, or None if the prompt was given as token IDs.
       prompt_token_ids: the tokens of the prompt.
-      outputs: ``n`` completions.
+      outputs: the ``n`` completions of the prompt.
       num_cached_tokens: tokens of the prompt that came from the prefix cache.
     """
 
@@ -114,7 +114,7 @@ async def collect(
 
 
 def _by_id(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Returns the sampled token first; it may also be one of the most likely tokens."""
+    """Returns the tokens at one position by ID: the sampled one, then the most likely others."""
     ranks = [entry.rank, *range(1, len(entry.token_ids))]
     by_id: dict[int, Logprob] = {}
     for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):

@@ -46,14 +46,14 @@ async def prepare(text_engine: TextEngine, body: ChatRequest, *, request_id: str
     bad_words = await encode_bad_words(text_engine, body.bad_words)
     grammar = await read_grammar(text_engine, body, use)
     text = await render_prompt(model, _with_effort(body), tools=use.definitions)
-    # The marks of some formats are special tokens, which a parser has to see.
-    is_parsed = model.reasoning_parser is not None and model.hides_think_tags
+    # The tags of some formats are special tokens, which the parser has to see.
+    think_tags_are_special = model.reasoning_parser is not None and model.hides_think_tags
     params = chat_params(
         body,
         model,
         grammar=with_structural_tag(grammar, model, use, text),
         bad_words=bad_words,
-        show_special_tokens=bool(use.definitions) or is_parsed,
+        show_special_tokens=bool(use.definitions) or think_tags_are_special,
     )
     # The template writes the special tokens itself.
     prompts = await encode_prompts(
@@ -91,7 +91,7 @@ async def prepare(text_engine: TextEngine, body: ChatRequest, *, request_id: str
 
 
 def _with_effort(request: ChatRequest) -> ChatRequest:
-    """Hands reasoning_effort to the template: models that know it read it there."""
+    """Makes reasoning_effort a variable of the template: some models read it there."""
     if request.reasoning_effort is None:
         return request
     extra = {**(request.chat_template_kwargs or {}), "reasoning_effort": request.reasoning_effort}
@@ -109,7 +109,7 @@ def _parsers(
 
 
 def _echo(request: ChatRequest) -> tuple[str, ...]:
-    """Returns the message that the completion continues, if the reply has to repeat it."""
+    """Returns the text of the message that the completion continues, if the reply repeats it."""
     last = request.messages[-1] if request.messages else {}
     if not request.echo or last.get("role") != "assistant":
         return ()
@@ -177,7 +177,10 @@ async def stream(job: Job) -> AsyncGenerator[ChatChunk, None]:
 
 
 def _pieces(job: Job, delta: Delta) -> list[ChatChunkChoice]:
-    """Returns a choice for each piece: the first has the log probabilities, the last the end."""
+    """Returns a choice for each piece of a delta.
+
+    The first choice has the log probabilities and token IDs, the last has the finish reason.
+    """
     pieces = job.form.read(delta)
     if not pieces:
         if not delta.logprobs and delta.finish_reason is None and not job.with_token_ids:

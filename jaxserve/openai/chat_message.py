@@ -29,7 +29,7 @@ class MessageForm:
     """Turns the completions of one request into chat messages.
 
     Attributes:
-      parsers: one for each completion, or empty: all text is content.
+      parsers: one for each completion; empty: all text is content.
       new_call_id: returns the ID of a new tool call.
       parallel: show every tool call, not only the first.
       with_reasoning: show reasoning.
@@ -41,7 +41,7 @@ class MessageForm:
     with_reasoning: bool = True
 
     def read(self, delta: Delta) -> list[ChatDelta]:
-        """Returns the pieces that a delta adds to its message, in order; may be empty."""
+        """Returns the pieces that a delta adds to its message, in order; there may be none."""
         if delta.events is None:
             return [ChatDelta(content=delta.text)] if delta.text else []
         return [piece for event in delta.events if (piece := self._piece(event)) is not None]

@@ -72,7 +72,7 @@ def _echo(model: ServedModel, prompt: Prompt) -> str:
 
 
 async def _prompt_only(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-    """Removes the generated token from every delta and keeps what it tells of the prompt."""
+    """Removes the generated token from every delta, but not the log probabilities of the prompt."""
     async with aclosing(deltas):
         async for delta in deltas:
             reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
@@ -103,7 +103,7 @@ async def complete(job: Job) -> Completion:
 
 
 def _add(choice: CompletionChoice, piece: CompletionChoice) -> None:
-    """Adds the next piece of a completion, except its text."""
+    """Adds the next piece of a completion, except its text, which `complete` joins at the end."""
     if choice.logprobs is not None and piece.logprobs is not None:
         extend(choice.logprobs, piece.logprobs)
     if isinstance(choice.token_ids, list) and isinstance(piece.token_ids, list):

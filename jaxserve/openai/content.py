@@ -22,7 +22,7 @@ def content_text(content: Any, path: str, parts: Mapping[str, str] = CHAT_PARTS)
         texts are joined with line breaks.
 
     Raises:
-      InvalidRequestError: the content has another form; ``param`` is the path of the wrong value.
+      InvalidRequestError: the content is invalid; ``param`` is the path of the wrong value.
     """
     if content is None:
         return ""

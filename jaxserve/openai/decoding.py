@@ -14,6 +14,7 @@ T = TypeVar("T")
 MAX_ERROR_CHARS = 300
 _PATH = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
+# An escape for one half of a surrogate pair, without the escape for the other half.
 _HALF_CHARACTER = re.compile(
     rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
 )
@@ -88,6 +89,6 @@ def _choices(form: Any, path: str) -> list[str]:
 
 
 def json_type(value: Any) -> str:
-    """Returns the name of a value's type in an error message: as in JSON where it has one."""
+    """Returns the name of a value's type for error messages: that of JSON or Python."""
     names = {type(None): "null", str: "str", list: "array", dict: "object"}
     return names.get(type(value)) or type(value).__name__

@@ -92,7 +92,7 @@ async def prepare(
     width = model.ready.hidden_size
     if body.dimensions is not None and body.dimensions != width:
         raise InvalidRequestError(
-            f"dimensions must be {width}, which is what the model has, got {body.dimensions}",
+            f"dimensions must be {width}, the width of this model, got {body.dimensions}",
             param="dimensions",
         )
     prompts = await encode_cut(
@@ -126,7 +126,7 @@ async def complete(job: EmbeddingJob) -> EmbeddingsReply:
     """Runs a job to its end and returns the reply. Cancelling it aborts the request.
 
     Raises:
-      RequestFailedError: the request was aborted by its ID.
+      RequestFailedError: the request was aborted through `TextEngine.abort`.
     """
     vectors: dict[int, list[float] | str] = {}
     async with aclosing(job.deltas) as deltas:

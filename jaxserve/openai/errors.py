@@ -22,7 +22,14 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """``param`` is the field at fault; ``code`` is the HTTP status unless the error has a name."""
+    """An error of the API.
+
+    Attributes:
+      message: for people.
+      type: the class of the error, such as "BadRequestError".
+      param: the field at fault, or None.
+      code: the name of the error if it has one, else the HTTP status.
+    """
 
     message: str
     type: str
@@ -80,6 +87,9 @@ def error_reply(error: Exception) -> ErrorReply:
 def make_error(
     status: int, message: str, *, type: str, param: str | None = None, code: str | None = None
 ) -> ErrorReply:
-    """Returns an error reply; ``code`` None: the status. Long messages are cut."""
+    """Returns an error reply. ``code`` defaults to the status.
+
+    Long messages are cut, and addresses of Python objects are removed from them.
+    """
     message = _ADDRESS.sub("", message[:MAX_MESSAGE_CHARS])
     return ErrorReply(status, ErrorBody(ErrorInfo(message, type, param, code or status)))

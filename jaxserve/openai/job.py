@@ -1,4 +1,4 @@
-"""A request that was accepted, whatever its endpoint, and the count of its tokens."""
+"""An accepted request for text, whatever its endpoint, and the counts of its tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ from jaxserve.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class UsageCount:
-    """Counts the tokens of a job."""
+    """Counts the tokens of a job.
+
+    Attributes:
+      num_prompt_tokens: tokens of all prompts.
+      n: completions of each prompt.
+      num_completion_tokens: tokens of all completions so far.
+      num_reasoning_tokens: generated tokens in think blocks; None: completions are not parsed.
+      cached_by_prompt: tokens from the prefix cache, by the index of a prompt's first completion.
+    """
 
     num_prompt_tokens: int
     n: int
@@ -35,7 +43,7 @@ class UsageCount:
     cached_by_prompt: dict[int, int] = field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
-        """Counts a delta. The first completion of each prompt tells the cached tokens."""
+        """Counts a delta. Only the first completion of a prompt counts the cached tokens."""
         self.num_completion_tokens += len(delta.token_ids)
         if delta.events is not None:
             known = self.num_reasoning_tokens or 0
@@ -67,11 +75,14 @@ class Job:
 
     Attributes:
       params: the sampling parameters of the request.
+      usage: counts the tokens.
       num_logprobs: how many of the most likely tokens to show with each token; None: no numbers.
-      num_prompt_logprobs: likewise for the ``prompt_logprobs`` field.
+      num_prompt_logprobs: the same for each token of the prompt, in ``prompt_logprobs``.
       token_name: names a token in log probabilities.
       with_token_ids: show the IDs of prompts and completions too.
-      echo: for each prompt, the text that comes before its completions; or empty.
+      include_usage: end a stream with a chunk that has the usage.
+      continuous_usage: show the usage in every chunk of a stream.
+      echo: for each prompt, the text to show before its completions; empty: none.
       form: turns deltas into the pieces of a chat message.
     """
 
@@ -106,13 +117,13 @@ class Job:
         echo: tuple[str, ...] = (),
         form: MessageForm = PLAIN,
     ) -> Job:
-        """Returns the job of a request that the engine has accepted; ``deltas`` runs it."""
+        """Returns the job of an accepted request; iterating over ``deltas`` runs it."""
         options, params, prompts = body.stream_options, request.params, request.prompts
         include_usage = bool(options and options.include_usage)
         as_ids = bool(body.return_tokens_as_token_ids)
         num_prompt_logprobs = body.prompt_logprobs
         if num_prompt_logprobs == ALL_LOGPROBS:
-            num_prompt_logprobs = params.prompt_logprobs  # -1 has become a count
+            num_prompt_logprobs = params.prompt_logprobs  # there, a count replaces -1
         return cls(
             id=job_id,
             created=int(time.time()),

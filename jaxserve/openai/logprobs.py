@@ -63,7 +63,7 @@ class CompletionScores:
     def prompt(
         self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str
     ) -> CompletionLogprobs:
-        """Returns the entries of a prompt that is echoed as ``text``; the first has no numbers.
+        """Returns the entries of a prompt that is echoed as ``text``. The first has no numbers.
 
         Tokens that the tokenizer adds before the text have the offset 0.
         """
@@ -130,6 +130,7 @@ def prompt_logprobs(
 def _by_id(tokenizer: Tokenizer, entry: TokenLogprobs, k: int) -> dict[str, PromptLogprob]:
     ranks = [entry.rank, *range(1, k + 1)]
     by_id: dict[str, PromptLogprob] = {}
+    # Entries may have more than k likely tokens; `zip` stops after k.
     for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=False):
         text = token_string(tokenizer.token_bytes(token_id))
         by_id.setdefault(str(token_id), PromptLogprob(finite(logprob), rank, text))

@@ -28,7 +28,7 @@ SAME_NAME = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("detokenize", "skip_special_tokens", "include_stop_str_in_output"),
 )
-"""Fields that a request shares with `SamplingParams`, under the same name."""
+"""Fields that a request and `SamplingParams` have under the same name."""
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
@@ -51,7 +51,7 @@ NO_OP: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
         "web_search_options": _never,
     }
 )
-"""Unsupported features, and the values (besides null) that do not request them."""
+"""The fields of unsupported features, and a test for values (besides null) that request nothing."""
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
@@ -60,14 +60,14 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "functions": "tools",
     }
 )
-"""The supported field that does the same."""
+"""Replacements for some of these fields."""
 
 
 def check_fields(request: GenerationRequest) -> None:
     """Validates the fields that do not become `SamplingParams`.
 
     Raises:
-      InvalidRequestError: a field requests an unsupported feature, or two fields contradict.
+      InvalidRequestError: a field requests an unsupported feature, or two fields conflict.
     """
     for name, is_no_op in NO_OP.items():
         value = getattr(request, name, None)
@@ -76,7 +76,7 @@ def check_fields(request: GenerationRequest) -> None:
             raise InvalidRequestError(f"{name} is not supported{instead}", param=name)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequestError(
-            f"best_of must be equal to n ({request.n or 1}): answers are not ranked; got "
+            f"best_of must be equal to n ({request.n or 1}): completions are not ranked; got "
             f"{request.best_of}",
             param="best_of",
         )
@@ -100,7 +100,7 @@ def check_prompt_fields(salt: str | None, keep: int | None) -> None:
         )
     if keep is not None and keep < 1 and keep != -1:
         raise InvalidRequestError(
-            f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {keep}",
+            f"truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got {keep}",
             param="truncate_prompt_tokens",
         )
 
@@ -114,16 +114,16 @@ def completion_params(
 ) -> SamplingParams:
     """Returns the parameters of a completion. Raises InvalidRequestError.
 
-    With ``max_tokens`` 0 the engine generates one token that nobody sees: it scores the prompt.
-    ``grammar`` and ``bad_words`` are as in `chat_params`.
+    With ``max_tokens`` 0, a request only scores its prompt: the engine generates one token, which
+    the reply does not show. ``grammar`` and ``bad_words`` are as in `chat_params`.
     """
     values: dict[str, Any] = {"grammar": grammar, "bad_words_token_ids": bad_words}
     if asked_tokens(request) == 0:
         values |= {"max_tokens": 1, "min_tokens": 0}
-    values["logprobs"] = logprobs = _count(request.logprobs, model, "logprobs")
+    values["logprobs"] = logprobs = _num_logprobs(request.logprobs, model, "logprobs")
     if request.echo and logprobs is not None:
-        of_prompt = _count(request.prompt_logprobs, model, "prompt_logprobs")
-        values["prompt_logprobs"] = max(logprobs, of_prompt or 0)
+        num_for_prompt = _num_logprobs(request.prompt_logprobs, model, "prompt_logprobs")
+        values["prompt_logprobs"] = max(logprobs, num_for_prompt or 0)
     return _params(request, model, values)
 
 
@@ -139,14 +139,14 @@ def chat_params(
 
     Args:
       request: the body.
-      model: the model that answers.
-      grammar: what the text must match, or None.
+      model: the model that runs the request.
+      grammar: the grammar that the text must match, or None.
       bad_words: token sequences that must not appear.
-      show_special_tokens: decode special tokens whatever the request says, for a parser.
+      show_special_tokens: decode special tokens for a parser, whatever the request says.
     """
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    logprobs = _count(request.top_logprobs or 0, model, "top_logprobs")
+    logprobs = _num_logprobs(request.top_logprobs or 0, model, "top_logprobs")
     values: dict[str, Any] = {"grammar": grammar, "bad_words_token_ids": bad_words}
     values["logprobs"] = logprobs if request.logprobs else None
     if show_special_tokens:
@@ -154,14 +154,15 @@ def chat_params(
     return _params(request, model, values)
 
 
-def _count(count: int | None, model: ServedModel, param: str) -> int | None:
+def _num_logprobs(count: int | None, model: ServedModel, param: str) -> int | None:
+    """Checks a number of log probabilities, and replaces -1 by the size of the vocabulary."""
     if count is None:
         return None
     return logprobs_within(count, model.ready.max_logprobs, model.vocab_size, param=param)
 
 
 def asked_tokens(request: GenerationRequest) -> int | None:
-    """Returns the requested length of a completion; None: the request names none."""
+    """Returns the requested length of a completion, or None."""
     asked = request.max_completion_tokens
     return request.max_tokens if asked is None else asked
 
@@ -174,13 +175,13 @@ def length_field(request: GenerationRequest) -> str:
 def _params(
     request: GenerationRequest, model: ServedModel, overrides: Mapping[str, Any]
 ) -> SamplingParams:
-    """Returns the defaults of the model, with the fields of the request, then ``overrides``."""
+    """Merges the model's defaults, the fields of the request and ``overrides``; the last wins."""
     values: dict[str, Any] = dict(model.defaults.sampling)
     asked = {name: getattr(request, name) for name in SAME_NAME}
     values |= {name: value for name, value in asked.items() if value is not None}
     values["stop"] = _stop_strings(request.stop)
     values["stop_token_ids"] = tuple(request.stop_token_ids or ())
-    values["prompt_logprobs"] = _count(request.prompt_logprobs, model, "prompt_logprobs")
+    values["prompt_logprobs"] = _num_logprobs(request.prompt_logprobs, model, "prompt_logprobs")
     values["logit_bias"] = request.logit_bias or None
     if request.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(request.allowed_token_ids)
@@ -207,7 +208,7 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 async def encode_bad_words(text_engine: TextEngine, words: list[str] | None) -> TokenSequences:
-    """Returns the token IDs of each word, at the start of a text and after a space.
+    """Returns the token IDs of each word in two forms: at the start of a text, and after a space.
 
     Raises:
       InvalidRequestError: too many words, or a word that is blank or too long.
@@ -225,7 +226,7 @@ async def encode_bad_words(text_engine: TextEngine, words: list[str] | None) -> 
             param="bad_words",
         )
     if not all(word.strip() for word in words):
-        raise InvalidRequestError("bad_words must not be empty", param="bad_words")
+        raise InvalidRequestError("bad_words must not have blank words", param="bad_words")
     forms = [form for word in words for form in (word, " " + word.lstrip())]
     ids = await text_engine.encode_batch(
         forms, add_special_tokens=False, param="bad_words", any_length=True

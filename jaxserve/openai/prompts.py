@@ -86,9 +86,12 @@ async def encode_prompts(
     add_special_tokens: bool,
     param: str,
 ) -> list[list[int]]:
-    """Returns the token IDs of prompts, cut at their start if the request says so.
+    """Returns the token IDs of prompts, cut at their start to ``truncate_prompt_tokens``.
 
-    ``prompts`` holds strings only or token IDs only. Errors name ``param``.
+    ``prompts`` holds strings only or token IDs only. Errors name the field ``param``.
+
+    Raises:
+      InvalidRequestError: a prompt is too long, or ``truncate_prompt_tokens`` exceeds the context.
     """
     return await encode_cut(
         text_engine,
@@ -112,6 +115,9 @@ async def encode_cut(
     """Returns the last ``keep`` token IDs of each prompt.
 
     ``keep`` None keeps every token; -1 keeps as many as leave ``room`` for a completion.
+
+    Raises:
+      InvalidRequestError: a prompt is too long, or ``keep`` exceeds the context.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
@@ -190,8 +196,8 @@ async def render_prompt(
     return _cut_at_open_end(text) if continues else text
 
 
-# Marks the end of the message to continue. What the template writes after it is cut off, and the
-# white space before it is safe from templates that trim messages.
+# Marks the end of the message to continue. All text that the template writes after the mark is cut
+# off. Templates that trim messages cannot trim the white space before the mark.
 _OPEN_END = "\ue000open-end\ue000"
 
 
@@ -212,7 +218,9 @@ def _cut_at_open_end(text: str) -> str:
 def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[str, Any]]:
     """Returns the messages as templates expect them: content is always a string."""
     if not given:
-        raise InvalidRequestError("messages must be a list of at least one", param="messages")
+        raise InvalidRequestError(
+            "messages must be a list of at least one message", param="messages"
+        )
     if len(given) > MAX_MESSAGES:
         raise InvalidRequestError(
             f"messages: at most {MAX_MESSAGES}, got {len(given)}", param="messages"
@@ -239,7 +247,7 @@ def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[st
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
     """Returns earlier calls with decoded arguments: clients send JSON, templates want values."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        given = json_type(calls) if not isinstance(calls, list) else "a list of other things"
+        given = json_type(calls) if not isinstance(calls, list) else "a list with other values"
         raise InvalidRequestError(f"{path} must be a list of objects, got {given}", param=path)
     clean = []
     for i, call in enumerate(calls):

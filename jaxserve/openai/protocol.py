@@ -16,7 +16,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """``continuous_usage_stats`` puts the usage on every chunk; it needs ``include_usage``."""
+    """Options of a stream: usage in a last chunk, or in every chunk if it is continuous."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -152,9 +152,10 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Each list has one entry for each token. Offsets count characters from the start of the text.
+    """Log probabilities of tokens: each list has one entry for each token.
 
-    The first token of an echoed prompt has no log probabilities.
+    Offsets count characters from the start of the text. The first token of an echoed prompt has no
+    log probabilities.
     """
 
     text_offset: list[int]
@@ -218,7 +219,7 @@ class ChatTokenLogprob(msgspec.Struct, gc=False):
 
 
 class ChatLogprobs(msgspec.Struct, gc=False):
-    """One entry for each token."""
+    """Log probabilities: one entry for each token."""
 
     content: list[ChatTokenLogprob]
 

@@ -47,7 +47,7 @@ class ItemWriter:
         )
 
     def add(self, piece: ChatDelta, logprobs: ChatLogprobs | None) -> list[Event]:
-        """Adds a piece of the message and returns its events. ``logprobs``: of its content."""
+        """Adds a piece of the message with the ``logprobs`` of its content; returns its events."""
         if piece.content is not None:
             events = self._open(MessageItem)
             return [*events, self._more_text(piece.content, logprobs)]

@@ -74,6 +74,7 @@ async def prepare(
 
 
 def _text(request: ResponsesRequest) -> dict[str, Any]:
+    """Returns the ``text`` field of a response."""
     given = request.text
     return {
         "format": (given and given.format) or {"type": "text"},
@@ -82,6 +83,7 @@ def _text(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool with all fields that a response shows."""
     return {"type": "function", "description": None, "parameters": None, "strict": False, **tool}
 
 
@@ -124,7 +126,7 @@ class _Output:
         self.writer = ItemWriter()
         self._job = prepared.job
         self._finish_reason: str | None = None
-        self._silent: list[Any] = []  # log probabilities of tokens whose text is held back
+        self._held_logprobs: list[Any] = []  # of tokens whose text is held back
 
     def add(self, delta: Delta) -> list[Event]:
         """Returns the events of a delta."""
@@ -133,10 +135,11 @@ class _Output:
         self._finish_reason = job.form.finish_reason(delta)
         pieces = job.form.read(delta)
         if delta.logprobs:
-            self._silent += chat_logprobs(job.tokenizer, job.token_name, delta.logprobs).content
+            new = chat_logprobs(job.tokenizer, job.token_name, delta.logprobs)
+            self._held_logprobs += new.content
         events: list[Event] = []
         for piece in pieces:
-            logprobs, self._silent = ChatLogprobs(self._silent), []
+            logprobs, self._held_logprobs = ChatLogprobs(self._held_logprobs), []
             events += self.writer.add(piece, logprobs)
         return events
 
@@ -163,7 +166,7 @@ class _Output:
         return [*events, last]
 
     def fail(self, error: Exception) -> Event:
-        """Returns the event of an error."""
+        """Marks the response as failed and returns its last event."""
         reply = error_reply(error)
         if reply.status == 500:
             logger.error("a response failed", exc_info=error)

@@ -29,7 +29,7 @@ _STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
-    """Returns the chat request that does the same.
+    """Returns the equivalent chat request.
 
     Raises:
       InvalidRequestError: the input is invalid, or the request needs stored state.
@@ -62,7 +62,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 
 
 def function_tools(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Returns the function tools. Others, such as web_search, need a service of their own."""
+    """Returns the function tools. Other tools, such as web_search, need a separate service."""
     return [tool for tool in request.tools or () if tool.get("type", "function") == "function"]
 
 
@@ -120,7 +120,7 @@ def _with_instructions(
 
 
 class _Chat:
-    """Converts items to messages. Several items of the assistant in a row become one message."""
+    """Converts items to messages. Reasoning and calls join a message of the assistant."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -180,7 +180,7 @@ class _Chat:
 def with_response_fields(
     error: InvalidRequestError, request: ResponsesRequest
 ) -> InvalidRequestError:
-    """Returns an error of the chat request with the field names of ``request``."""
+    """Returns an error of the chat request with the names that the fields have in ``request``."""
     message, param = error.message, error.param
     names = {}
     if request.max_output_tokens is not None:

@@ -157,7 +157,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """The current response: created, in_progress, completed, incomplete or failed."""
+    """Carries the current response. Its type ends with the stage, such as "created" or "failed"."""
 
     type: str
     sequence_number: int

@@ -1,4 +1,4 @@
-"""Reads the grammar of a request from response_format and similar fields, and forced tool calls."""
+"""Reads the grammar of a request: from response_format or a similar field, or from forced calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPTIONS = frozenset(
     {"disable_any_whitespace", "disable_fallback", "disable_additional_properties"}
     | {"whitespace_pattern"}
 )
-"""Options of structured_outputs without effect: white space is always bounded."""
+"""Options of structured_outputs that have no effect: white space is always bounded."""
 
 
 async def read_grammar(
@@ -49,12 +49,13 @@ async def read_grammar(
         if found:
             field = next(iter(found))
             raise InvalidRequestError(
-                f"{field} cannot be combined with a call that must be made; send tool_choice "
-                "'auto' or 'none'",
+                f"{field} cannot be combined with a forced tool call; send tool_choice 'auto' or "
+                "'none'",
                 param=field,
             )
         found = {"tools": tools_grammar(use)}
     elif use is not None and use.choice == "auto" and found:
+        # The structural tag will contain the schemas of the tools.
         await _check(text_engine, tools_grammar(use), "tools")
     for field, grammar in found.items():
         await _check(text_engine, grammar, field)
@@ -105,7 +106,7 @@ async def _check(text_engine: TextEngine, grammar: Grammar, field: str) -> None:
 
 
 def read_grammars(request: GenerationRequest) -> dict[str, Grammar]:
-    """Returns the grammars of a request by the field that holds them."""
+    """Returns the grammars of a request, by field. Raises InvalidRequestError."""
     found = {}
     for field, read in _READERS.items():
         try:
@@ -182,7 +183,7 @@ def _guided(value: Any, field: str) -> Grammar | None:
 
 
 def _of_kind(kind: str, value: Any, field: str) -> Grammar:
-    """Returns the grammar of a kind that vLLM names. Raises InvalidRequestError."""
+    """Returns the grammar in a value of one of vLLM's kinds. Raises InvalidRequestError."""
     match kind, value:
         case "json", dict():
             return Grammar("json_schema", json.dumps(value))

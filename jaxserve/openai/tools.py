@@ -23,7 +23,7 @@ MAX_TOOLS = 512
 MAX_NAME_CHARS = 256
 
 PROMPT_TAIL = 200
-"""Characters at the end of a prompt that can open or close a think block."""
+"""Number of characters at the end of a prompt that are searched for the tags of a think block."""
 
 _CHOICES = "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}"
 
@@ -47,8 +47,8 @@ class ToolUse:
       definitions: the tools as the client sent them, for the template; empty if none may be
         called.
       parameters: function names -> JSON schemas of their parameters.
-      choice: as ``tool_choice``; "named": the function ``name`` must be called.
-      name: the function that must be called.
+      choice: as in ``tool_choice``; "named": the function ``name`` must be called.
+      name: the function that must be called, if ``choice`` is "named".
       parallel: more than one call is allowed.
     """
 
@@ -76,7 +76,7 @@ def read_tools(request: ChatRequest, model: ServedModel) -> ToolUse:
         return ToolUse()
     if model.tool_call_parser is None:
         raise InvalidRequestError(
-            "the chat template of this model has no known form for tool calls; start the server "
+            "the chat template of this model has no known format for tool calls; start the server "
             "with --tool-call-parser NAME (and --chat-template FILE), or send tool_choice 'none'",
             param="tools",
         )
@@ -117,7 +117,7 @@ def _mistral_id() -> str:
 
 
 def _parameters(tools: list[dict[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """Returns the schemas of the parameters by function name."""
+    """Returns the schemas of the parameters by function name. Raises InvalidRequestError."""
     if not tools:
         return {}
     if len(tools) > MAX_TOOLS:
@@ -136,7 +136,7 @@ def _parameters(tools: list[dict[str, Any]] | None) -> dict[str, Mapping[str, An
                 param=path,
             )
         if name in parameters:
-            raise InvalidRequestError(f"{path}: {name!r} is there twice", param=path)
+            raise InvalidRequestError(f"{path}: {name!r} appears twice in tools", param=path)
         parameters[name] = function.parameters or {}
     return parameters
 

@@ -5,9 +5,8 @@ no JSON of the API, and never imports jax.
 
 A parser reads one completion. ``push(text)`` adds the next piece of text and returns the events
 that are certain now; ``finish()`` returns the events of the text that was held back until the end.
-A reply that is not streamed comes from the same two calls, so it equals the joined stream: joined
-events do not depend on where the text was cut. Time is linear in the length of the text, and no
-text raises an exception.
+Joined events do not depend on where the text was cut, so a whole reply equals the joined stream.
+Time is linear in the length of the text, and no text raises an exception.
 
 - Text in no known format is content, unchanged. White space between prose and a call is dropped.
 - A call begins (`ToolCallStart`) once its name is that of a tool and its arguments have begun.
@@ -34,9 +33,9 @@ has not arrived, ``yield from`` makes it wait:
             if (yield from scan.match(";")):
                 scan.drop()
 
-A function that returns, or gives up on a call and searches for the next, loses no text. It never
-goes back in the text; that keeps the time linear.
+No text is lost if the function returns early, or gives up on a call and searches for the next. It
+never goes back in the text, which keeps the time linear.
 
-A format can also have rules for structural tags, in `registry.CALL_RULES`. A request that has a
-grammar for the content and allows tool calls needs them.
+A format can also have rules for structural tags, in `registry.CALL_RULES`. Requests that have a
+grammar for the content and allow tool calls need these rules.
 '''

@@ -1,6 +1,6 @@
 """Reads completions that must be nothing but calls, whatever the format of the model.
 
-They are plain JSON, as `structured_output.structural_tag.forced_calls_schema` describes it.
+Their text is plain JSON that matches `structured_output.structural_tag.forced_calls_schema`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def hermes(scan: Scanner) -> Reading[None]:
         if scan.in_call:
             yield from scan.skip(_SURPLUS)
             scan.drop()
-            tag = yield from scan.match(_CLOSE, _OPEN)
+            tag = yield from scan.match(_CLOSE, _OPEN)  # the end tag may be missing
             if tag == _CLOSE:
                 scan.drop()
             scan.in_call = scan.in_call and not tag

@@ -48,7 +48,8 @@ def json_call(scan: Scanner) -> Reading[bool]:
             yield from scan.skip()
             if (yield from scan.accept(",")):
                 continue
-            if not found.name or not found.is_plain or not (yield from scan.accept("}")):
+            is_call = found.name and found.has_only_call_keys
+            if not is_call or not (yield from scan.accept("}")):
                 return False
             _write_call(scan, found.name, "{}")
             return True
@@ -77,7 +78,7 @@ class _Found:
 
     name: str = ""
     arguments: str = ""
-    is_plain: bool = True  # all keys so far are keys of a call
+    has_only_call_keys: bool = True
 
 
 def _field(scan: Scanner, found: _Found) -> Reading[bool]:
@@ -95,11 +96,12 @@ def _field(scan: Scanner, found: _Found) -> Reading[bool]:
             return (yield from stream_object(scan))
         found.arguments = yield from _held_arguments(scan)
         return bool(found.arguments)
-    found.is_plain = found.is_plain and key in _OTHER_KEYS
+    found.has_only_call_keys = found.has_only_call_keys and key in _OTHER_KEYS
     return (yield from json_value(scan))
 
 
 def _write_call(scan: Scanner, name: str, arguments: str) -> None:
+    """Writes a call whose arguments are all known."""
     scan.start_call(name)
     scan.out.arguments(arguments)
     scan.out.end_call()
@@ -126,7 +128,7 @@ def _name(scan: Scanner) -> Reading[str]:
 
 
 def _held_arguments(scan: Scanner) -> Reading[str]:
-    """Reads arguments that cannot be streamed: before the name, null, or an object in a string.
+    """Reads arguments that cannot be streamed: those before the name, null, an object in a string.
 
     Returns them as a JSON object, or "" if they are invalid.
     """

@@ -1,7 +1,7 @@
 """The format of Llama 3: <|python_tag|>{"name": ..., "parameters": ...}; {...}, the tag optional.
 
-An object without the tag is a call only at the beginning of the completion or right after a call:
-anywhere else it may as well be an example in prose.
+An object without the tag is a call only at the beginning of the completion or right after a call.
+Anywhere else, it may be an example in prose.
 """
 
 from __future__ import annotations

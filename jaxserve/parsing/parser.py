@@ -1,4 +1,4 @@
-"""Parsers of one completion: of one format, and of a think block followed by content and calls."""
+"""Parsers of one completion: for one format, or for a think block followed by content and calls."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class Parser:
 
 
 def _read(format: Format, scan: Scanner) -> Reading[None]:
+    """Reads a completion, and releases all text that the format leaves unread."""
     yield from format(scan)
     if (yield from scan.more()):
         yield from scan.rest()
@@ -111,7 +112,7 @@ class MessageParser:
         return events if self._calls is None else events + self._calls.finish()
 
     def _pass_on(self, events: list[Event]) -> list[Event]:
-        """Replaces content by its events according to the parser of calls."""
+        """Replaces content by the events that the parser of calls finds in it."""
         if self._calls is None:
             return events
         passed: list[Event] = []

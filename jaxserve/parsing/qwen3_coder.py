@@ -9,7 +9,7 @@
     </tool_call>
 
 A value is plain text; the JSON schema of the tool gives its type. The model sometimes leaves out
-the outer tags, and the end tag of a value or function where the next tag implies it.
+the outer tags, or the end tag of a value or function if the next tag implies it.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _function(scan: Scanner) -> Reading[str]:
 def typed_json(text: str, parameters: Mapping[str, Any], key: str) -> str:
     """Returns the JSON text of a value.
 
-    A text in JSON or Python syntax becomes that value if the schema allows its type or does not
-    mention the key. Any other text becomes a string.
+    Text in JSON or Python syntax becomes that value if the schema allows the type of the value, or
+    gives no type for the key. Any other text becomes a string.
 
     Args:
       text: the value as the model wrote it.
@@ -117,7 +117,7 @@ def property_types(parameters: Mapping[str, Any], key: str) -> set[str]:
 
 
 def _kinds(spelled: str) -> set[str]:
-    """Returns the types of a JSON text."""
+    """Returns the types of JSON schemas that a JSON text has."""
     kind = _KINDS.get(spelled[0])
     if kind is not None:
         return {kind}
@@ -155,7 +155,7 @@ def _target(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def qwen3_coder_rules(rules: RuleWriter) -> str:
-    """Writes the rule ``calls``. Of the schema of a string, only ``enum`` is enforced."""
+    """Writes the rule ``calls``. For strings, it enforces only the ``enum`` of the schema."""
     first, last = rules.tag(_CALL), rules.tag(_END_CALL)
     functions = " | ".join(f"function_{i}" for i in range(len(rules.tools)))
     written = rules.calls(f'{first} "\\n"? ({functions}) "\\n"? {last}', between='"\\n"?')

@@ -18,7 +18,10 @@ def qwen3(scan: Scanner, prompt: str) -> Reading[None]:
 
 
 def deepseek_r1(scan: Scanner, prompt: str) -> Reading[None]:
-    """Reads a completion that begins within a block, opened or not, unless the prompt closed it."""
+    """Reads a completion that begins in a block, even without a start tag.
+
+    If the prompt closed the block, only a start tag begins another.
+    """
     return _read(scan, not prompt.rstrip().endswith(_CLOSE))
 
 

@@ -68,7 +68,7 @@ def call_rules(name: str, rules: RuleWriter) -> str | None:
     """Returns the rule ``calls`` of a format, for `structural_tag`; None if it has no rules.
 
     Raises:
-      InvalidRequestError: a schema with references is nested too deeply.
+      InvalidRequestError: a schema is nested too deeply.
     """
     return _lookup(CALL_RULES, name, "tool call parser")(rules) if name in CALL_RULES else None
 
@@ -90,7 +90,7 @@ def think_rules(name: str, tag: TagTerm, *, prompt: str) -> str:
 def detect_tool_parser(chat_template: str) -> str | None:
     """Returns the format of calls that a chat template asks for; None if it is unknown."""
     if "<tool_call>" in chat_template:
-        if "<arg_key>" in chat_template:  # GLM, whose format is neither of the two
+        if "<arg_key>" in chat_template:  # GLM has another format, which is not supported
             return None
         return "qwen3_coder" if "<function=" in chat_template else "hermes"
     if "[TOOL_CALLS]" in chat_template:

@@ -218,7 +218,10 @@ class Scanner:
             self.release()
 
     def _next_tag(self, tags: tuple[str, ...]) -> int:
-        """Returns where a tag begins, or may begin, in the last piece; its length if none does."""
+        """Returns where a tag, or a part of a tag at the end, begins in the last piece.
+
+        Returns the length of the piece if there is no tag.
+        """
         first = tags[0][0]
         assert all(tag.rfind(first) == 0 for tag in tags)
         start = self._text.find(first, self._pos)
@@ -237,7 +240,7 @@ class Scanner:
 
 
 def read_whole(text: str, reader: Callable[[Scanner], Reading[T]]) -> T | None:
-    """Returns the result of a reader for a complete text; None if it does not read all of it.
+    """Returns the result of a reader for a whole text; None if the reader does not read all of it.
 
     White space at the end of the text is ignored.
     """

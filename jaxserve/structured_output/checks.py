@@ -10,7 +10,7 @@ from jaxserve.structured_output.worker import GrammarWorker
 from jaxserve.text.tokenizer import Tokenizer
 
 AT_A_TIME = 2
-"""Maximum number of concurrent checks: one may take seconds of a processor that others need too."""
+"""Maximum number of concurrent checks: each may take seconds of processor time."""
 
 NUM_KEPT = 256
 """Number of valid grammars in the cache: clients send the same ones again and again."""
@@ -46,10 +46,10 @@ class GrammarChecks:
             self._idle.append(worker)
             self._free.release()
             if not task.cancelled():
-                task.exception()  # mark it as retrieved, in case nobody awaits the task any more
+                task.exception()  # marks it as retrieved: the request may have been cancelled
 
         checking.add_done_callback(done)
-        # A check is not cancelled with its request; it keeps its semaphore permit until it is done.
+        # A check is not cancelled with its request: it counts in the semaphore until it is done.
         await asyncio.shield(checking)
         self._valid[grammar] = None
         if len(self._valid) > NUM_KEPT:

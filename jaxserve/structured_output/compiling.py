@@ -23,6 +23,8 @@ Compile = Callable[[Submit], Future[Constraint]]
 
 @dataclass(slots=True)
 class _Entry:
+    """A request and its compilation. ``since_s``: the time of the first `take` that saw it."""
+
     submit: Submit
     future: Future[Constraint]
     since_s: float | None = None
@@ -77,8 +79,8 @@ class CompilingRequests:
                 if error is None:
                     ready.append((entry.submit, entry.future.result()))
                 else:
-                    known = isinstance(error, InvalidRequestError)
-                    cause = None if known else error
+                    is_expected = isinstance(error, InvalidRequestError)
+                    cause = None if is_expected else error
                     logger.error("no grammar for request %s: %s", request_id, error, exc_info=cause)
                     failed.append(request_id)
             elif now - entry.since_s > COMPILE_TIMEOUT_S:

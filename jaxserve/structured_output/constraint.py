@@ -28,15 +28,18 @@ NUM_CACHED = 64
 """Number of compiled grammars in the cache."""
 
 TOKEN_TIME_S = 0.05
-"""Time for a token of a grammar that is not counted. All requests of a step wait for it."""
+"""Time that a token of a grammar may take. All requests of a step wait for it."""
 
 MAX_EXTRA_TIME_S = 1.0
-"""Maximum time that the tokens of a request take in total beyond `TOKEN_TIME_S` each; then the
-request ends. The first tokens take the longest, because llguidance caches states of a grammar."""
+"""A request ends when its tokens have taken more than this in total. Only the time over
+`TOKEN_TIME_S` of each token counts. The first tokens take the longest, because llguidance caches
+states of a grammar."""
 
 ALL = 0xFFFFFFFF
+"""A word of a mask that allows 32 tokens."""
+
 COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
-"""Stop reasons of a matcher for a complete text. Any other reason is a limit of llguidance."""
+"""Stop reasons of a matcher whose text is complete. Other reasons are limits of llguidance."""
 
 
 class GrammarCompiler:
@@ -85,6 +88,7 @@ class GrammarCompiler:
             end_ids=_end_ids(submit, self._vocabulary),
             max_spaces=MAX_SPACES if is_json(grammar) else None,
         )
+        # Output of an engine that died is part of the completion.
         prompt = submit.prompt_token_ids
         for token_id in prompt[len(prompt) - submit.num_prior_tokens :]:
             constraint.accept(token_id)
@@ -98,7 +102,7 @@ class GrammarConstraint:
       matcher: a matcher in its initial state, which this constraint may change.
       vocabulary: the vocabulary that the matcher was made for.
       end_ids: tokens that may end the completion wherever the grammar allows an end.
-      max_spaces: maximum number of successive whitespace bytes; None: no limit beyond the grammar.
+      max_spaces: maximum number of successive whitespace bytes; None: no limit.
     """
 
     def __init__(
@@ -151,7 +155,7 @@ class GrammarConstraint:
         return None
 
     def _fill(self, mask: np.ndarray) -> None:
-        """Writes the tokens that may come next into mask u32[num_words]; none after an error."""
+        """Writes the tokens that may come next into mask u32[num_words]: none after an error."""
         self._vocabulary.fill(self._matcher, mask)
         if self._matcher.is_error():
             mask.fill(0)
@@ -172,7 +176,7 @@ class GrammarConstraint:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Fails the constraint once its tokens have taken too much time of this thread."""
+        """Measures processor time; fails the constraint once its tokens have taken too much."""
         start = time.thread_time()
         yield
         self._extra_time_s += max(time.thread_time() - start - TOKEN_TIME_S, 0)

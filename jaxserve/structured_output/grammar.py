@@ -74,7 +74,7 @@ def check_grammar(grammar: Grammar, vocabulary: Vocabulary) -> None:
 
 
 def _try_tokens(vocabulary: Vocabulary, matcher: LLMatcher, mask: np.ndarray) -> None:
-    """Generates some random tokens of a grammar, so that slow ones exceed the time of the check."""
+    """Generates some random tokens, so that the check of a slow grammar takes too long."""
     source = random.Random(0)
     for _ in range(NUM_TRIED_TOKENS):
         vocabulary.fill(matcher, mask)
@@ -85,10 +85,10 @@ def _try_tokens(vocabulary: Vocabulary, matcher: LLMatcher, mask: np.ndarray) ->
 
 
 def make_matcher(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
-    """Compiles a grammar; releases the GIL. An error in it is in the state of the matcher.
+    """Compiles a grammar; releases the GIL. See `Vocabulary.matcher`.
 
     Raises:
-      InvalidRequestError: ``spec`` is not of the kind of the grammar.
+      InvalidRequestError: ``spec`` does not fit the kind of the grammar.
     """
     has_rules = grammar.kind == "grammar"
     # A structural tag adds a second grammar. Both were checked separately, so three times the fuel
@@ -102,7 +102,7 @@ def make_matcher(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
 
 
 def first_error(matcher: LLMatcher) -> str:
-    """Returns a short message about the error of a matcher."""
+    """Returns a short message about the error of a matcher; "" if there is no error."""
     # The text after <state> is the internal state of llguidance.
     message = matcher.get_error().partition("<state>")[0]
     if "initial_lexer_fuel" in message:
@@ -122,6 +122,7 @@ def name_of(grammar: Grammar) -> str:
 
 
 def _to_llguidance(grammar: Grammar) -> str:
+    """Returns the source for llguidance: the grammar, inside its structural tag if it has one."""
     try:
         text = _of_kind(grammar)
     except (ValueError, RecursionError) as error:

@@ -2,8 +2,8 @@
 
 The grammar of a request constrains the content: to a JSON schema, a regular expression and so on. A
 model may also think before the content, or call tools instead of writing it. A structural tag is a
-grammar that leaves room for both. It is written in the Lark syntax of llguidance, and ``@content``
-stands in it for the grammar of the content:
+grammar that leaves room for both, in the Lark syntax of llguidance. In it, ``@content`` stands for
+the grammar of the content:
 
     start: think (@content | calls)
     think: ...
@@ -28,7 +28,7 @@ TagTerm = Callable[[str], str]
 """Returns the Lark term for a tag of a format such as ``<tool_call>``: see `tag_terms`."""
 
 MAX_SCHEMA_DEPTH = 64
-"""Maximum nesting of a schema of a tool whose references have to be rewritten."""
+"""Maximum nesting of the schema of a tool, whose references are rewritten recursively."""
 
 
 def structural_tag(*, think: str, calls: str) -> str:
@@ -48,7 +48,7 @@ def structural_tag(*, think: str, calls: str) -> str:
 
 
 def tag_terms(tokenizer: Tokenizer) -> TagTerm:
-    """Returns a function that writes tags for a model, in which some tags are special tokens."""
+    """Returns a function that writes a tag as a Lark term, for a special token or for text."""
     special: Mapping[str, int] = {tokenizer.token_text(i): i for i in tokenizer.special_ids}
 
     def term(tag: str) -> str:
@@ -63,12 +63,12 @@ def quoted(text: str) -> str:
 
 
 def json_term(schema: dict[str, Any]) -> str:
-    """Returns the Lark term that matches JSON of a schema."""
+    """Returns the Lark term for JSON that matches a schema."""
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
 class RuleWriter:
-    """Helps a format to write its rule ``calls``.
+    """Writes parts of the rule ``calls`` for a format.
 
     Args:
       tools: function names -> JSON schemas of their parameters.
@@ -91,7 +91,7 @@ class RuleWriter:
         """Returns the term for a call of any tool as ``{"name": ..., arguments: {...}}``.
 
         Raises:
-          InvalidRequestError: a schema with references is nested too deeply.
+          InvalidRequestError: a schema is nested too deeply.
         """
         return json_term(any_call_schema(self.tools, arguments=arguments))
 
@@ -121,7 +121,7 @@ def forced_calls_schema(
       parallel: allow more than one call.
 
     Raises:
-      InvalidRequestError: a schema with references is nested too deeply.
+      InvalidRequestError: a schema is nested too deeply.
     """
     assert tools
     if name is not None:
@@ -136,7 +136,7 @@ def any_call_schema(tools: Mapping[str, Mapping[str, Any]], *, arguments: str) -
     """Returns the JSON schema of one call of any tool, ``{"name": ..., arguments: {...}}``.
 
     Raises:
-      InvalidRequestError: a schema with references is nested too deeply.
+      InvalidRequestError: a schema is nested too deeply.
     """
     definitions: dict[str, Any] = {}
     calls = []
@@ -159,12 +159,12 @@ def any_call_schema(tools: Mapping[str, Mapping[str, Any]], *, arguments: str) -
 
 
 def _object_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Restricts a schema to objects: arguments are always an object."""
+    """Adds the type of a schema of arguments, which are always an object, if it is missing."""
     return {"type": "object", **parameters}
 
 
 def _with_root_at(schema: Any, pointer: str, depth: int) -> Any:
-    """Returns a schema whose references to its own root refer to a place in a larger schema."""
+    """Returns a schema whose references to its own root point to its new place, ``pointer``."""
     if depth == 0:
         raise InvalidRequestError(
             f"tools: a schema is nested deeper than {MAX_SCHEMA_DEPTH} levels", param="tools"

@@ -45,8 +45,8 @@ class Vocabulary:
 
     Args:
       tokenizer: the tokenizer of the model.
-      vocab_size: width of the logits. Tokens beyond it do not exist; logits beyond the last token
-        are never allowed.
+      vocab_size: width of the logits. Tokens with higher IDs are left out. Logits after the last
+        token are never allowed.
 
     Attributes:
       tokens: the bytes of each token.
@@ -54,7 +54,7 @@ class Vocabulary:
       eos_token_id: ID of the token that stands for the end of the text.
       special_ids: IDs of the tokens that stand for no text.
       space_mask: u32[num_words], the tokens that begin with whitespace.
-      space_lengths: IDs of the tokens of nothing but whitespace -> their length in bytes.
+      space_lengths: IDs of the tokens that are only whitespace -> their length in bytes.
     """
 
     def __init__(self, tokenizer: TokenSource, vocab_size: int) -> None:
@@ -81,7 +81,7 @@ class Vocabulary:
     def matcher(self, source: str, limits: LLParserLimits) -> LLMatcher:
         """Compiles a grammar that llguidance can read; releases the GIL.
 
-        An error in the grammar is in the state of the matcher.
+        Does not raise for a bad grammar: ``is_error()`` of the matcher is then true.
         """
         return LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
 

@@ -1,7 +1,7 @@
 """Checks grammars in a separate process, which ends if a check takes too much time or memory.
 
-A few characters can keep the compiler of grammars busy for hours, or make it fill the memory, and a
-thread cannot be stopped. The process limits itself, so it needs no supervision: the kernel kills it
+A few characters can keep the compiler of grammars busy for hours or make it fill the memory, and a
+thread cannot be stopped. The process limits itself, so nobody has to watch it: the kernel kills it
 when a check exceeds `CHECK_TIME_S` of processor time, and it exits when its standard input closes.
 The next check starts a new process.
 
@@ -34,13 +34,13 @@ from jaxserve.structured_output.vocabulary import TokenSource, Vocabulary
 logger = logging.getLogger(__name__)
 
 CHECK_TIME_S = 2
-"""Processor time for one check, rounded up to the next whole second of the process."""
+"""Processor time for one check. The kernel counts whole seconds, so a check may get one more."""
 
 CHECK_MEMORY_BYTES = 1 << 30
-"""Address space that checks may use in addition to the process with its vocabulary."""
+"""Address space that checks may use in addition to that of the process with its vocabulary."""
 
 MAX_KEPT_BYTES = 192 << 20
-"""The process exits once checks have added more resident memory than this, to release it."""
+"""Once checks have added more resident memory than this, the process exits, to release it."""
 
 START_TIME_S = 30
 """Processor time for making the vocabulary; 150,000 tokens take less than 1 s."""
@@ -59,7 +59,7 @@ class Tokens(msgspec.Struct, frozen=True):
       texts: the bytes of each token.
       eos_token_id: ID of the end token, or None.
       special_ids: IDs of the tokens that stand for no text.
-      byte_ids: the tokens of a single byte -> their IDs.
+      byte_ids: single bytes -> the IDs of their tokens.
     """
 
     texts: list[bytes]
@@ -98,7 +98,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The result of a check; the reply to `Start` is an empty one.
+    """The result of a check. An empty verdict is the reply to `Start`.
 
     Attributes:
       error: why the grammar cannot be followed; None if it can.
@@ -194,7 +194,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for stream in (process.stdin, process.stdout):
         assert stream is not None
-        with contextlib.suppress(BrokenPipeError):  # an unsent message was left in the buffer
+        with contextlib.suppress(BrokenPipeError):  # an unsent message may be in the buffer
             stream.close()
 
 
@@ -239,7 +239,7 @@ def main() -> None:
 
 
 def _limit_time(seconds: int) -> None:
-    """Limits processor time from now on, rounded up to the next whole second of the process."""
+    """Limits processor time from now on; the kernel's limit is up to one second later."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + seconds)
 
@@ -247,7 +247,7 @@ def _limit_time(seconds: int) -> None:
 def _memory() -> tuple[int, int]:
     """Returns (bytes of address space, bytes of resident memory); zeros without /proc.
 
-    The peak of resident memory would not do: a new process inherits it from its parent.
+    The peak of resident memory cannot be used: a new process inherits it from its parent.
     """
     statm = Path("/proc/self/statm")
     sizes = statm.read_text().split()[:2] if statm.exists() else ("0", "0")

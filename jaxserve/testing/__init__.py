@@ -1,4 +1,4 @@
-"""Fakes for tests, for ours and for those of users: engines, runners, checkpoints and clients.
+"""Fake engines, runners, checkpoints and clients, for our own tests and for those of users.
 
-May import any other package; no other package imports it.
+May import any other package. No other package imports this one.
 """

@@ -81,7 +81,7 @@ class ApiClient:
         """Creates a client; ``options`` are arguments of `httpx.Client`."""
         self.url = url
         self.http = httpx.Client(base_url=url, timeout=120, **options)
-        self._good: str | None = None
+        self._good_text: str | None = None  # the text of the first `good_request`
 
     def close(self) -> None:
         """Closes all connections."""
@@ -132,8 +132,8 @@ class ApiClient:
         reply = self.complete([1, 2], **body)
         assert reply["usage"]["completion_tokens"] == 2
         (choice,) = reply["choices"]
-        self._good = choice["text"] if self._good is None else self._good
-        assert choice["text"] == self._good
+        self._good_text = choice["text"] if self._good_text is None else self._good_text
+        assert choice["text"] == self._good_text
 
     def metric(self, name: str, **labels: str) -> float:
         """Returns the value of the only sample named ``vllm:`` + name that has these labels."""

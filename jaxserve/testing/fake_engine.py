@@ -1,7 +1,8 @@
 """An engine factory without jax: the real core on a fake runner.
 
-``--model fake`` or, with options, ``fake:vocab=300,step_s=0.01,eos_after=5,fail_on_step=9``
-(see `FakeModel`). Sizes come from the config, or from the constants below.
+Run it with ``--engine-factory jaxserve.testing.fake_engine:build --model fake``. The model name may
+have options, as in ``fake:vocab=300,step_s=0.01,eos_after=5,fail_on_step=9`` (see `FakeModel`).
+Sizes come from the config, or from the constants below.
 """
 
 from __future__ import annotations

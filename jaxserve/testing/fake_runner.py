@@ -75,10 +75,10 @@ class FakeRunner:
     """Runs plans on the host, at once and in order, as a device with a queue would.
 
     Asserts that every plan is sound: positions have no gaps, slots are in blocks of the row, no
-    written block is in another block table, new rows are declared, tokens are as announced.
+    written block is in another block table, new rows are declared, token IDs are the known ones.
 
     Args:
-      model: the behaviour.
+      model: the behaviour of the runner.
       num_blocks, block_size: the size of the cache.
       gate: if given, no step is ready before this event is set; for tests.
     """
@@ -264,7 +264,7 @@ def expected_tokens(
 
 
 def fake_logprobs(token_id: int, k: int | None, vocab_size: int) -> TokenLogprobs | None:
-    """Returns the logprobs of a fake token: it is the most likely one, followed by the next IDs."""
+    """Returns fake logprobs: the token is the most likely one, and the next IDs follow it."""
     if k is None:
         return None
     ids = [token_id, *((token_id + i) % vocab_size for i in range(k))]

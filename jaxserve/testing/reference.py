@@ -22,9 +22,9 @@ class Reference:
       tensors: the weights, by their names in a checkpoint.
       head_dim: even.
       eps: added to the mean square in every norm.
-      frequencies: radians per position of each pair of dimensions, ``[head_dim / 2]``. None means
-        those of base 10000 for heads of ``head_dim``.
-      windows: for each layer, how many of the latest positions a query sees, None for all. None
+      frequencies: radians per position for each pair of dimensions, ``[head_dim / 2]``. None means
+        the frequencies of base 10000.
+      windows: for each layer, how many of the latest positions a query sees; None for all. None
         instead of a sequence means all positions in all layers.
       tied: use the embedding as the output layer, even if ``tensors`` has ``lm_head.weight``.
     """
@@ -61,7 +61,7 @@ class Reference:
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Returns the ``count`` most likely tokens after a prompt. End tokens do not end it."""
+        """Decodes ``count`` tokens greedily after a prompt, without regard to end tokens."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(int(self.logits(tokens)[-1].argmax()))

@@ -1,6 +1,6 @@
-"""Checkpoints with scripted output: the next token depends on the last one alone.
+"""Checkpoints with scripted output: the next token depends only on the last one.
 
-Their attention has no effect, so they cannot test the KV cache.
+Attention has no effect in these models, so they cannot test the KV cache.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def write_scripted(
         is one token too, is followed by the pieces. The last piece repeats for ever, so a script
         that ends needs `EOS` (or `SPM_EOS`) there. Over all scripts, a token has only one
         successor: a string that occurs twice must be cut into different pieces.
-      spm: writes a sentencepiece tokenizer instead of a byte-level one.
+      spm: write a sentencepiece tokenizer instead of a byte-level one.
       special: further special tokens, which may be pieces. In a byte-level vocabulary their IDs
         start at `FIRST_SPECIAL_ID`.
       sharpness: see `scripted_tensors`. With 1, sampling at temperature 1 follows the script.
       config: keys to replace in config.json; None removes a key.
-      tokenizer_config: likewise in tokenizer_config.json.
+      tokenizer_config: keys to replace in tokenizer_config.json; None removes a key.
       **options: passed to `write_checkpoint`.
 
     Returns:

@@ -49,8 +49,8 @@ class ScriptedEngine:
     Attributes:
       submitted: every request so far.
       aborted: IDs of the requests that were closed before their end.
-      stall_after: output stops after this many tokens, until the request is aborted.
-      fail_after: requests fail with EngineDeadError after this many tokens.
+      stall_after: a request stops after this many tokens until it is aborted; None: never.
+      fail_after: requests fail with EngineDeadError after this many tokens; None: never.
       error: if set, `generate` and `check_health` raise it.
     """
 

@@ -109,7 +109,7 @@ def scripted_tensors(
 
     Args:
       config: a config.json with ``hidden_size`` at least ``vocab_size`` and an untied head.
-      successors: maps tokens to the next token. After a token that is missing here all tokens are
+      successors: maps tokens to the next token. After a token that is missing here, all tokens are
         equally likely.
       sharpness: the logit of the successor is this times sqrt(hidden_size) and all others are 0,
         so that sampling with temperature 1 follows the script too.

@@ -13,7 +13,7 @@ from jaxserve.testing.tiny import tiny_config
 
 DEVIATIONS = 4.0
 STORES_PER_LAYER = 10
-"""Tensors of a layer that follow from each other: two norms, a query, the rotated query, the
+"""Tensors of a layer, each computed from the one before: two norms, a query, the rotated query, the
 attention, its projection, a sum, the activation, its projection, and a sum."""
 
 
@@ -30,13 +30,13 @@ def rounding(dtype: Any, num_terms: int, *, scale: float = 1.0) -> float:
     holds on one machine fails on another. A sum of n terms is rounded n times, each time by at most
     ``unit(dtype)`` of a partial sum. The roundings are close to independent and have a mean of
     zero, so the total grows as ``sqrt(n)`` and not as n (Higham and Mary, 2019): it is within four
-    times ``sqrt(n) * unit(dtype) * scale``. For partial sums as large as ``scale`` that would leave
-    out 7e-4 of the values; real ones are several times smaller, so it leaves out none.
+    times ``sqrt(n) * unit(dtype) * scale``. If all partial sums were as large as ``scale``, 7e-4 of
+    the values could exceed this bound; real sums are several times smaller, so no value does.
 
     Args:
-      dtype: what the partial sums are held in: float32 in most programs, also for half-precision
-        inputs. A half-precision result is rounded to its own dtype in addition, which is another
-        call, with one term for each such result in sequence.
+      dtype: the dtype of the partial sums: float32 in most programs, even for half-precision
+        inputs. A half-precision result is then rounded to its own dtype: add another call for that,
+        with one term for each such result in sequence.
       num_terms: how many roundings follow each other: the length of a sum, and for a chain of
         operations the total of the lengths.
       scale: the largest magnitude of the partial sums, times the factor by which the operations
@@ -57,7 +57,7 @@ def of_model(
       config: the contents of a config.json.
       num_tokens: the number of positions that the last token attends to.
       scale: the largest magnitude of the values that are compared.
-      dtype: of weights and activations; sums are float32 in any case.
+      dtype: the dtype of weights and activations; sums are float32 in any case.
     """
     width, head_dim = config["hidden_size"], config["head_dim"]
     attention = width + head_dim + num_tokens + config["num_attention_heads"] * head_dim
@@ -79,16 +79,16 @@ def assert_close(
     config: Mapping[str, Any] | None = None,
     dtype: str = "float32",
 ) -> None:
-    """Asserts that numbers are those of a tiny random model, within `of_model`.
+    """Asserts that results of a tiny random model are as expected, within `of_model`.
 
     Args:
       found, expected: logits, log probabilities or hidden states, of the same shape.
       num_tokens: the number of positions that the last token attends to.
       config: the contents of config.json; None: `tiny_config`.
-      dtype: of weights and activations.
+      dtype: the dtype of weights and activations.
 
     Raises:
-      AssertionError: they differ by more; the message shows where.
+      AssertionError: the results differ by more; the message shows where.
     """
     config = tiny_config() if config is None else config
     atol = of_model(config, num_tokens, scale=np.abs(expected).max(), dtype=dtype)

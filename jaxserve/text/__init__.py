@@ -1,5 +1,5 @@
 """Text and tokens: the tokenizer, the incremental detokenizer and the chat template.
 
-Knows neither requests nor engines. Never imports jax; imports transformers only to
-convert a tokenizer that has no tokenizer.json.
+Knows neither requests nor engines. Never imports jax. Imports transformers only to convert a
+tokenizer that has no tokenizer.json.
 """

@@ -1,10 +1,10 @@
 """Renders chat templates: untrusted jinja programs that come with a model, never from a client.
 
-The language is that of transformers: the sandbox, loop controls, the helpers ``raise_exception``,
-``strftime_now`` and ``tojson``, and the ``generation`` tag, which marks text of the assistant and
-has no effect here. The output, the loop iterations and calls, and the processor time are limited.
-The time is checked between operations, so a single operation, such as padding a string to a billion
-characters, has no limit.
+Templates have the features of transformers: the sandbox, loop controls, the helpers
+``raise_exception``, ``strftime_now`` and ``tojson``, and the ``generation`` tag, which marks text
+of the assistant and has no effect here. The output, the loop iterations and calls, and the
+processor time are limited. The time is checked between operations, so a single operation, such as
+padding a string to a billion characters, has no limit.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ MAX_POWER_BITS = 100_000
 """Maximum number of bits of a power of integers."""
 
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+"""The keys of a message that may hold its reasoning; the first one that is set counts."""
 
 _TURNS = "_loop_turns"
 _CONCAT = "_concat"
@@ -65,13 +66,13 @@ def render_chat(
       template: jinja source.
       messages: plain JSON values. A ``content`` that is null or missing becomes "". If the template
         loops over the parts of a content, a string becomes a list of one part.
-      add_generation_prompt: end with the beginning of the assistant's message.
+      add_generation_prompt: end the prompt with the beginning of the assistant's message.
       tools: function definitions, as plain JSON values.
       special_tokens: ``bos_token`` and so on; missing ones render as nothing.
-      **variables: further variables, such as ``enable_thinking``. They override no other variable.
+      **variables: further variables, such as ``enable_thinking``. They never override the others.
 
     Raises:
-      InvalidRequestError: the template rejected the messages, with its own message, or failed.
+      InvalidRequestError: the template rejected the messages, in its own words, or it failed.
     """
     try:
         compiled, wants_parts = _compile(template)
@@ -102,8 +103,8 @@ def _refusal(message: str) -> InvalidRequestError:
 def _fill(message: Mapping[str, Any], wants_parts: bool) -> dict[str, Any]:
     """Returns a message in the form that templates expect.
 
-    Nulls are left out, because templates would render them as "None". Reasoning has several names:
-    most templates read the first of `REASONING_NAMES`, those of gpt-oss the second.
+    Nulls are left out, because templates would render them as "None". Reasoning gets two names:
+    most templates read the first of `REASONING_NAMES`, those of gpt-oss read the second.
     """
     filled = {key: value for key, value in message.items() if value is not None}
     content = filled.setdefault("content", "")
@@ -130,7 +131,7 @@ def _check_length(length: int) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _compile(template: str) -> tuple[jinja2.Template, bool]:
-    """Returns the compiled template, and whether it needs the content of messages as parts."""
+    """Returns the compiled template, and whether it needs the content of messages in parts."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -161,7 +162,7 @@ def _wants_parts(template: nodes.Template) -> bool:
 
 
 def _is_content(value: nodes.Node | None, names: set[str] | frozenset[str] = frozenset()) -> bool:
-    """Returns True for ``x.content``, ``x['content']``, or a variable with one of these names."""
+    """Returns True for ``x.content``, ``x['content']``, or a variable that is in ``names``."""
     while isinstance(value, nodes.Filter):
         value = value.node
     if isinstance(value, nodes.Getattr):
@@ -196,7 +197,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                 raise SecurityError(f"a number has more than {MAX_POWER_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
-    # The names of these parameters must not clash with those that a template gives its arguments.
+    # These parameters must not have the names of keyword arguments that a template may pass.
     def call(__self, __context: Context, __called: Any, *args: Any, **named: Any) -> Any:
         """Calls a function, macro or method of a template, and counts the call."""
         __context.parent[_TURNS].take()
@@ -204,7 +205,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Concats(NodeTransformer):
-    """Replaces each ``~`` by a filter with a limit."""
+    """Replaces each ``~``, which joins strings, by a filter that limits the result."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         parts = nodes.List([self.visit(part) for part in node.nodes], lineno=node.lineno)
@@ -235,7 +236,7 @@ class _Turns:
 
 @jinja2.pass_context
 def _count_turns(context: Context, items: Any) -> Any:
-    """Counts the iterations over the values of a ``for``."""
+    """Returns the values of a ``for``, and counts them as the loop takes them."""
     if isinstance(items, Undefined):
         return items  # the environment decides whether this is empty or an error
     return _counted(items, context.parent[_TURNS])
@@ -262,7 +263,7 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(Namespace):
-    """Variables that outlive a loop; their names cannot reach Python internals."""
+    """Variables that outlive a loop. No name may reach Python internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # allows a variable named "self"
         self, rest = args[0], args[1:]

@@ -41,13 +41,12 @@ class Detokenizer:
     of an unfinished character are held back. A leading space stays, because the text continues a
     prompt.
 
-    Each token is searched for stop strings, in the characters that tokens after the first
-    ``min_tokens`` complete. The stop string that begins first wins; among those that begin
-    together, the first of ``stop``. The text ends before the stop string, or after it with
-    ``include_stop``. Text is held back only while it may be the beginning of a stop string.
+    After each token, the text is searched for stop strings, but only in the characters that tokens
+    after the first ``min_tokens`` complete. The stop string that begins first wins; among those
+    that begin together, the first of ``stop``. The text ends before the stop string, or after it
+    with ``include_stop``. Text is held back only while it may be the beginning of a stop string.
 
-    Push the token that ended the completion for another reason (EOS or a stop token) only if its
-    text is wanted.
+    If EOS or a stop token ended the completion, push that token only if its text is wanted.
 
     Args:
       tokenizer: the tokenizer of the model.
@@ -132,10 +131,10 @@ class Detokenizer:
 class StopMatcher:
     """Finds the first of several stop strings in a stream of text.
 
-    For each stop string, the matcher keeps how many of its characters the text so far ends with
-    (the Knuth-Morris-Pratt algorithm), so the time for a character does not depend on the length of
-    the stop strings. Text without the first character of any stop string takes no work while no
-    stop string has begun.
+    For each stop string, the matcher keeps how many of the string's characters the text so far ends
+    with (the Knuth-Morris-Pratt algorithm), so the time for a character does not depend on the
+    length of the stop strings. While no stop string has begun, text is only searched for the first
+    characters of stop strings.
 
     Attributes:
       held: the end of the text, which may be the beginning of a stop string.
@@ -146,8 +145,9 @@ class StopMatcher:
         self._stops = stops
         self._firsts = frozenset(stop[0] for stop in stops)
         self._matched = [0] * len(stops)
-        # For each n: how many characters still match if the one after n matched ones does not. The
-        # lists grow with the longest match, since stop strings can be long and rarely begin.
+        # Entry n of a list: how many characters still match when n have matched and the next one
+        # does not. A list grows with the longest match, because stop strings can be long and rarely
+        # begin.
         self._fallbacks = [[0, 0] for _ in stops]
 
     def push(self, text: str) -> tuple[str, str | None]:

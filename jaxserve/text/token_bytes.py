@@ -29,7 +29,8 @@ def byte_rule(backend: Backend) -> tuple[Callable[[str], bytes], bool]:
     """Reads from the decoder of a backend which bytes the name of a token stands for.
 
     Returns:
-      (function from the name of a token to its bytes, whether decoding strips a leading space).
+      (a function that turns the name of a token into its bytes, whether decoding strips a leading
+      space).
 
     Raises:
       CheckpointError: the decoder of the backend is not supported.

@@ -14,7 +14,7 @@ from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.text.token_bytes import byte_rule
 
 MAX_IDS = 2**32
-"""The backend accepts IDs below this."""
+"""The backend accepts only IDs less than this."""
 
 
 class TokenTextCache(dict[int, "str | bytes"]):
@@ -133,8 +133,8 @@ class Tokenizer:
 
         Args:
           text: any text without lone surrogates.
-          add_special_tokens: put the tokens first that begin a text for this model. No token is
-            ever put last: no completion follows a prompt that ends with an end token.
+          add_special_tokens: begin with the special tokens that begin a text for this model. No end
+            token is ever added, because no completion follows it.
 
         Raises:
           InvalidRequestError: the text has lone surrogates.
@@ -151,8 +151,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of a whole sequence. Invalid bytes become U+FFFD.
 
-        If encoding adds a space before the text, decoding removes it. A `Detokenizer` keeps it,
-        because its text continues a prompt.
+        If encoding adds a space before the text, decoding removes that space. A `Detokenizer` keeps
+        it, because its text continues a prompt.
         """
         hidden = self.special_ids if skip_special_tokens else frozenset()
         data = b"".join([self.token_bytes(i) for i in ids if i not in hidden])
@@ -180,6 +180,7 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _find_prefix(self, add_bos: bool | None) -> tuple[int, ...]:
+        """Returns the special tokens that begin a text, as the backend or ``add_bos`` says."""
         if add_bos is not None:
             bos = self.bos_token_id
             return (bos,) if add_bos and bos is not None else ()
@@ -237,7 +238,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """Returns the text of a token, which is given as a string or in an object; None for null."""
+    """Returns the text of a token from tokenizer_config.json: a string, or an object with one."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

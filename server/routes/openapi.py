@@ -29,7 +29,7 @@ GETS = ("/v1/models", "/health", "/live", "/version", "/load", "/server_info", "
 
 @functools.cache
 def describe() -> dict[str, Any]:
-    """Returns the description in the format of OpenAPI 3.1."""
+    """Returns the description of the API in the format of OpenAPI 3.1."""
     types = [ErrorBody, *(kind for post in POSTS.values() for kind in post if kind is not None)]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
@@ -63,7 +63,7 @@ def _content(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 async def openapi(request: Request) -> JSONResponse:
-    """Returns the description, with ``root_path`` as the server's URL."""
+    """Returns the description of the API, with ``root_path`` as the server's URL."""
     root_path = request.app.state.settings.root_path
     return JSONResponse({**describe(), "servers": [{"url": root_path or "/"}]})
 

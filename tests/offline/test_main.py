@@ -134,7 +134,7 @@ def test_an_interrupt_keeps_finished_results(
     process.send_signal(interrupt)
     _, message = process.communicate(timeout=30)
     assert process.returncode == INTERRUPTED, message
-    assert "--resume goes on" in message
+    assert "--resume continues" in message
 
     lines = out.read_text().splitlines()
     finished = [json.loads(line) for line in lines]

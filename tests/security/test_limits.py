@@ -248,11 +248,13 @@ def numbers(text: str) -> list[int]:
 def test_the_table_of_limits_matches_the_code() -> None:
     api, serving, limits = ApiSettings(), ServerSettings(), rows()
     expected = {
-        "completions in flight; each of `n` and of a list of prompts counts": [api.max_queue],
+        "completions in flight: `n` for each prompt": [api.max_queue],
         "body": [api.max_body_mib],
         "time to receive a body": [api.body_timeout],
-        "request line and headers": [server_http.MAX_HEAD_BYTES >> 10],
-        "time to receive them; time that a connection may be idle": [serving.keep_alive_timeout],
+        "head: request line and headers": [server_http.MAX_HEAD_BYTES >> 10],
+        "time to receive the head; time that a connection may be idle": [
+            serving.keep_alive_timeout
+        ],
         "prompts in a request; messages": [prompts.MAX_PROMPTS, prompts.MAX_MESSAGES],
         "`n`": [sampling_params.MAX_N],
         "`stop`": [sampling_params.MAX_STOP_STRINGS, params.MAX_STOP_CHARS],
@@ -270,7 +272,7 @@ def test_the_table_of_limits_matches_the_code() -> None:
             grammars.NUM_CACHED,
         ],
         "time for an engine to compile a grammar": [compiling.COMPILE_TIMEOUT_S],
-        "time over 0.05 s that each token of a completion with a grammar takes, in total": [
+        "total time for the grammar of a completion, not counting 0.05 s for each token": [
             grammars.MAX_EXTRA_TIME_S
         ],
         "rest of a request that has already been answered": [

@@ -40,7 +40,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto",
         "dtype of weights and activations; auto is bfloat16 if the device computes in it natively, "
-        "else float32",
+        "else float16 on a GPU and float32 on a CPU",
     )
     max_model_len: int | None = setting(
         None,

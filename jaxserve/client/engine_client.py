@@ -191,6 +191,7 @@ class EngineClient:
                 requests_address=self._folder.requests(engine),
                 events_address=self._folder.events,
                 config=config,
+                log_level=logger.getEffectiveLevel(),
             )
             self._replicas.append(Replica(EngineProcess(launch), self._request_ended))
         self._tasks = [asyncio.create_task(self._watch(replica)) for replica in self._replicas]

@@ -134,8 +134,17 @@ def main() -> int:
     exit_with_parent()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     _start_thread("parent", _exit_at_end_of_input)
-    logging.basicConfig(format=f"%(levelname)s engine {launch.engine}: %(message)s")
+    _set_up_logging(launch)
     return serve(launch)
+
+
+def _set_up_logging(launch: Launch) -> None:
+    """Logs at the level of the front; other libraries log warnings at most."""
+    logging.basicConfig(
+        level=max(logging.WARNING, launch.log_level),
+        format=f"%(levelname)s engine {launch.engine}: %(message)s",
+    )
+    logging.getLogger("jaxserve").setLevel(launch.log_level)
 
 
 def serve(launch: Launch) -> int:

@@ -25,8 +25,10 @@ def resolve_dtype(config: ModelConfig, device: Device) -> tuple[str, Decision | 
     """
     if config.dtype != "auto":
         return config.dtype, None
-    if device.platform == "gpu":
+    if device.platform == "gpu" and device.has_native_bf16:
         return "bfloat16", Decision("dtype", "bfloat16", f"{device.kind} computes in it natively")
+    if device.platform == "gpu":
+        return "float16", Decision("dtype", "float16", f"{device.kind} has no bfloat16")
     if device.has_native_bf16:
         return "bfloat16", Decision("dtype", "bfloat16", "this CPU has bfloat16 instructions")
     return "float32", Decision("dtype", "float32", "this CPU has no bfloat16 instructions")
@@ -127,10 +129,11 @@ def _cache_budget(cache: CacheConfig, device: Device, full_length_bytes: int) ->
     if device.platform == "gpu":
         return device.free_bytes, f"{cache.memory_fraction:.0%} of {device.kind} minus the weights"
     half = device.free_bytes // 2
-    wanted = max(CPU_CACHE_BYTES, full_length_bytes)
-    if wanted <= half:
-        return wanted, "the default on a CPU"
-    return half, "half of the free memory"
+    if max(CPU_CACHE_BYTES, full_length_bytes) > half:
+        return half, "half of the free memory"
+    if full_length_bytes > CPU_CACHE_BYTES:
+        return full_length_bytes, "enough for one request of the full context"
+    return CPU_CACHE_BYTES, "the default on a CPU"
 
 
 def _check_positive(config: EngineConfig) -> None:

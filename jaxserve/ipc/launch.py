@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from jaxserve.config import EngineConfig
@@ -22,6 +24,7 @@ class Launch(msgspec.Struct, frozen=True):
       requests_address: the socket that the engine binds to receive requests.
       events_address: the socket of the front that receives the events of all engines.
       config: the settings of the engine.
+      log_level: the level of `logging` from which the engine logs; that of the front.
     """
 
     engine: int
@@ -29,3 +32,4 @@ class Launch(msgspec.Struct, frozen=True):
     requests_address: str
     events_address: str
     config: EngineConfig
+    log_level: int = logging.WARNING

@@ -12,6 +12,9 @@ from jaxserve.device import Device
 
 CPU_INFO = Path("/proc/cpuinfo")
 
+FIRST_CAPABILITY_WITH_BF16 = (8, 0)
+"""The compute capability of the first NVIDIA GPUs that compute in bfloat16: Ampere."""
+
 
 def current_device(*, pool_part: float = 1.0) -> Device:
     """Returns the default device of jax.
@@ -27,12 +30,13 @@ def current_device(*, pool_part: float = 1.0) -> Device:
         return Device("cpu", name, psutil.virtual_memory().available, has_native_bf16)
     stats = device.memory_stats()
     free = int(stats["bytes_limit"] * pool_part) - stats["bytes_in_use"]
+    capability = _compute_capability(getattr(device, "compute_capability", ""))
     return Device(
         "gpu",
         device.device_kind,
         max(free, 0),
-        has_native_bf16=True,
-        compute_capability=_compute_capability(getattr(device, "compute_capability", "")),
+        has_native_bf16=capability is None or capability >= FIRST_CAPABILITY_WITH_BF16,
+        compute_capability=capability,
         num_cores=getattr(device, "core_count", None),
     )
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 
 import psutil
 import pytest
@@ -469,3 +470,22 @@ def test_the_client_works_on_uvloop():
 
     params = SamplingParams(max_tokens=20, seed=1)
     assert uvloop.run(main())
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [("DEBUG", ["debug", "info", "error"]), ("ERROR", ["error"])]
+)
+async def test_an_engine_logs_from_the_level_of_the_front(factory, capfd, caplog, level, shown):
+    body = """
+import logging
+from jaxserve.errors import ConfigError
+for level in ("debug", "info", "error"):
+    getattr(logging.getLogger("jaxserve.engine"), level)(f"<{level}>")
+    getattr(logging.getLogger("another.library"), level)(f"[{level}]")
+raise ConfigError("the end")"""
+    caplog.set_level(level, "jaxserve.client.engine_client")
+    with pytest.raises(ConfigError, match="the end"):
+        await EngineClient.start(engine_config(), factory=factory(body))
+    logged = capfd.readouterr().err
+    assert re.findall(r"<(\w+)>", logged) == shown
+    assert re.findall(r"\[(\w+)\]", logged) == ["error"]

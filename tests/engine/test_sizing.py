@@ -32,6 +32,7 @@ def sizes(device: Device = CPU, *, context: int = 2048, token_bytes: int = 1024,
     ("asked", "device", "expected"),
     [
         ("auto", GPU, "bfloat16"),
+        ("auto", dataclasses.replace(GPU, has_native_bf16=False), "float16"),
         ("auto", CPU, "float32"),
         ("auto", dataclasses.replace(CPU, has_native_bf16=True), "bfloat16"),
         ("float16", CPU, "float16"),

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from jaxserve.runner import device
 from jaxserve.runner.device import current_device
 
@@ -38,15 +40,27 @@ def test_a_system_without_cpuinfo_still_has_a_name(monkeypatch, tmp_path):
     assert (found.kind, found.has_native_bf16) == ("CPU", False)
 
 
-def test_free_memory_of_a_gpu_is_the_unused_part_of_the_jax_pool(monkeypatch):
-    gpu = SimpleNamespace(
+def gpu(compute_capability: str) -> SimpleNamespace:
+    return SimpleNamespace(
         platform="gpu",
         device_kind="NVIDIA H200",
-        compute_capability="9.0",
+        compute_capability=compute_capability,
         core_count=132,
         memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 300},
     )
-    monkeypatch.setattr(device.jax, "devices", lambda: [gpu])
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [("7.0", False), ("7.5", False), ("8.0", True), ("9.0", True), ("gfx942", True)],
+)
+def test_gpus_before_ampere_have_no_bf16(monkeypatch, capability, expected):
+    monkeypatch.setattr(device.jax, "devices", lambda: [gpu(capability)])
+    assert current_device().has_native_bf16 is expected
+
+
+def test_free_memory_of_a_gpu_is_the_unused_part_of_the_jax_pool(monkeypatch):
+    monkeypatch.setattr(device.jax, "devices", lambda: [gpu("9.0")])
     found = current_device(pool_part=0.9)
     assert (found.free_bytes, found.compute_capability, found.num_cores) == (600, (9, 0), 132)
     assert current_device(pool_part=0.2).free_bytes == 0

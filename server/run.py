@@ -93,7 +93,7 @@ async def serve(
         _announce(console, text_engine, listener, api)
         with _throughput_lines(client, settings.log_stats_interval):
             await asyncio.wait({stop, serving}, return_when=asyncio.FIRST_COMPLETED)
-        console.say(f"Stopping; requests in flight: {text_engine.num_in_flight}")
+        console.say(f"Stopping; completions in flight: {text_engine.num_in_flight}")
         state.draining = True
         await _drain(client, settings.shutdown_timeout, hurry)
     finally:

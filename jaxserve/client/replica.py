@@ -33,7 +33,7 @@ class Load:
 
     Attributes:
       num_waiting, num_running: as the engine last reported them.
-      num_sent: requests sent since that report. They count as waiting.
+      num_sent: requests sent since that report arrived. They count as waiting.
     """
 
     num_waiting: int

@@ -78,7 +78,7 @@ class EngineCore:
         reason, so this is only a safeguard.
         """
         if submit.params.grammar is None or self._compiling is None:
-            self._admit(submit, None)
+            self._add(submit, None)
         elif submit.request_id in self._compiling:
             self._refuse(submit.request_id, "the request ID is in use by another request")
         else:
@@ -109,7 +109,7 @@ class EngineCore:
         self._num_step_tokens = 0
         outputs: list[RequestOutput] = []
         if self._compiling:
-            self._admit_compiled(now)
+            self._add_compiled(now)
         plan = self._scheduler.schedule(now)
         if plan is not None:
             self._in_flight.append((plan, self._runner.execute(plan)))
@@ -132,15 +132,15 @@ class EngineCore:
         self._num_step_tokens = plan.num_tokens
         return self._scheduler.update(plan, handle.result())
 
-    def _admit_compiled(self, now: float) -> None:
+    def _add_compiled(self, now: float) -> None:
         assert self._compiling is not None
         ready, failed = self._compiling.take(now)
         for submit, constraint in ready:
-            self._admit(submit, constraint)
+            self._add(submit, constraint)
         for request_id in failed:
             self._refuse(request_id, "its grammar cannot be compiled")
 
-    def _admit(self, submit: Submit, constraint: Constraint | None) -> None:
+    def _add(self, submit: Submit, constraint: Constraint | None) -> None:
         try:
             self._scheduler.add(submit, constraint)
         except InvalidRequestError as error:

@@ -15,20 +15,20 @@ import msgspec
 
 from jaxserve.ipc.messages import StepOutputs
 
-TTFT_BUCKETS = (
+TTFT_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
 )
-TOKEN_BUCKETS = (
+TOKEN_BOUNDS = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
 )
-LATENCY_BUCKETS = (
+LATENCY_BOUNDS = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
     *(120, 240, 480, 960, 1920, 7680),
 )
-N_BUCKETS = (1, 2, 5, 10, 20)
-STEP_BUCKETS = (1, *(8 * 2**i for i in range(12)))
+N_BOUNDS = (1, 2, 5, 10, 20)
+STEP_BOUNDS = (1, *(8 * 2**i for i in range(12)))
 
 
 class Histogram:
@@ -109,7 +109,7 @@ REQUEST_HISTOGRAMS: Mapping[str, RequestHistogram] = MappingProxyType(
         "request_params_max_tokens": RequestHistogram(
             "max_tokens of a request.", None, lambda r, _: r.max_tokens or None, False
         ),
-        "request_params_n": RequestHistogram("n of a request.", N_BUCKETS, lambda r, _: r.n, False),
+        "request_params_n": RequestHistogram("n of a request.", N_BOUNDS, lambda r, _: r.n, False),
         "request_prefill_kv_computed_tokens": RequestHistogram(
             "Prompt tokens that were not in the prefix cache.",
             None,
@@ -117,33 +117,33 @@ REQUEST_HISTOGRAMS: Mapping[str, RequestHistogram] = MappingProxyType(
         ),
         "request_time_per_output_token_seconds": RequestHistogram(
             "Mean time between two tokens of a request.",
-            TOKEN_BUCKETS,
+            TOKEN_BOUNDS,
             lambda r, _: (r.last_token_s - r.first_token_s) / max(r.num_generated - 1, 1),
         ),
         "e2e_request_latency_seconds": RequestHistogram(
             "Time from arrival to the end.",
-            LATENCY_BUCKETS,
+            LATENCY_BOUNDS,
             lambda r, end_s: end_s - r.arrival_s,
             False,
         ),
         "request_queue_time_seconds": RequestHistogram(
             "Time from arrival to the first step.",
-            LATENCY_BUCKETS,
+            LATENCY_BOUNDS,
             lambda r, _: r.scheduled_s - r.arrival_s,
         ),
         "request_inference_time_seconds": RequestHistogram(
             "Time from the first step to the last token.",
-            LATENCY_BUCKETS,
+            LATENCY_BOUNDS,
             lambda r, _: r.last_token_s - r.scheduled_s,
         ),
         "request_prefill_time_seconds": RequestHistogram(
             "Time from the first step to the first token.",
-            LATENCY_BUCKETS,
+            LATENCY_BOUNDS,
             lambda r, _: r.first_token_s - r.scheduled_s,
         ),
         "request_decode_time_seconds": RequestHistogram(
             "Time from the first token to the last.",
-            LATENCY_BUCKETS,
+            LATENCY_BOUNDS,
             lambda r, _: r.last_token_s - r.first_token_s,
         ),
     }
@@ -162,8 +162,8 @@ class RequestMetrics:
     """
 
     max_model_len: int
-    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))
-    inter_token_latency: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS))
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS))
+    inter_token_latency: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
     max_generation_tokens: Histogram = field(init=False)
     by_request: dict[str, Histogram] = field(init=False)
     step_tokens: dict[int, Histogram] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class RequestMetrics:
         steps = event.stats.total_steps
         if self._steps_seen.get(event.engine) != steps and event.stats.num_step_tokens:
             self._steps_seen[event.engine] = steps
-            histogram = self.step_tokens.setdefault(event.engine, Histogram(STEP_BUCKETS))
+            histogram = self.step_tokens.setdefault(event.engine, Histogram(STEP_BOUNDS))
             histogram.observe(event.stats.num_step_tokens)
 
     def tokens_arrived(self, record: RequestRecord, count: int, now: float) -> None:

@@ -18,7 +18,7 @@ from jaxserve.front.served_model import ServedModel
 from jaxserve.structured_output.checks import GrammarChecks
 
 INLINE_CHARS = 400
-"""Text up to this length is encoded on the event loop: a thread would cost more than the work."""
+"""Strings of at most this length in total are encoded on the event loop: a thread costs more."""
 
 
 class TextEngine:
@@ -75,7 +75,7 @@ class TextEngine:
           any_length: also encode strings that cannot fit the context.
 
         Raises:
-          ContextLengthError: a string has more bytes than any text that fits the context.
+          ContextLengthError: a string has more characters than any text that fits the context.
         """
         tokenizer = self.model.tokenizer
 

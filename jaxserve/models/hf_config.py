@@ -1,4 +1,8 @@
-"""Reads config.json into a `ModelSpec`. No other module knows the keys of Hugging Face configs."""
+"""Reads config.json into a `ModelSpec`.
+
+Two other modules know its keys: `checkpoint.gguf_config` writes them, and
+`front.generation_defaults` reads the end tokens.
+"""
 
 from __future__ import annotations
 

@@ -44,12 +44,16 @@ FEW_ROWS = 8
 """Rows of the small mixed steps."""
 
 MIN_MIXED_TOKENS = 32
+"""Tokens of the smallest mixed step."""
+
 NARROW_TABLE = 512
 """Blocks in the narrow block tables."""
 
 MIN_SAMPLED = 4
+"""Rows of the smallest program of the sampler."""
+
 MANY_SAMPLED = 16
-"""From this number of sampled rows on, each size is 2 times the previous one instead of 4 times."""
+"""From this number of sampled rows on, sizes double; below, they quadruple."""
 
 
 class Buckets:

@@ -1,5 +1,7 @@
 """POST /tokenize and POST /detokenize."""
 
+from __future__ import annotations
+
 import asyncio
 
 import msgspec

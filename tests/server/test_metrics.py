@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.front.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS, token_buckets
+from jaxserve.front.metrics import LATENCY_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS, token_buckets
 from jaxserve.ipc.messages import RequestOutput, StepOutputs, StepStats
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.metrics import ENGINE_METRICS, render
@@ -62,12 +62,12 @@ def bounds(page: dict[str, dict[tuple, float]], name: str) -> list[float]:
 
 def test_histograms_have_the_buckets_that_dashboards_expect() -> None:
     page = parse(render(scripted_text_engine("he"), prefix="vllm"))
-    assert bounds(page, "time_to_first_token_seconds") == list(TTFT_BUCKETS)
-    assert len(TTFT_BUCKETS) == 22
-    assert bounds(page, "inter_token_latency_seconds") == list(TOKEN_BUCKETS)
-    assert bounds(page, "request_time_per_output_token_seconds") == list(TOKEN_BUCKETS)
+    assert bounds(page, "time_to_first_token_seconds") == list(TTFT_BOUNDS)
+    assert len(TTFT_BOUNDS) == 22
+    assert bounds(page, "inter_token_latency_seconds") == list(TOKEN_BOUNDS)
+    assert bounds(page, "request_time_per_output_token_seconds") == list(TOKEN_BOUNDS)
     for kind in ("e2e_request_latency", *(f"request_{w}_time" for w in ("queue", "prefill"))):
-        assert bounds(page, f"{kind}_seconds") == list(LATENCY_BUCKETS)
+        assert bounds(page, f"{kind}_seconds") == list(LATENCY_BOUNDS)
     assert bounds(page, "request_params_n") == [1, 2, 5, 10, 20]
     assert bounds(page, "request_prompt_tokens") == [1, 2, 5, 10, 20, 50, 100, 200]
     assert token_buckets(1000)[-2:] == (500, 1000)

@@ -125,6 +125,7 @@ class Console:
         )
 
     def _draw(self) -> None:
+        """Redraws the bar in place."""
         if not self._running:
             return
         first = self._running[min(self._running)]

@@ -129,6 +129,7 @@ class ForeignPages:
             await to_response(make_error(403, reason, type=TYPES[403]))(scope, receive, send)
 
     def _reason_to_refuse(self, scope: Scope) -> str | None:
+        """Returns the message of the refusal, or None if the request is accepted."""
         if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
             return None
         headers = Headers(scope=scope)

@@ -226,6 +226,7 @@ def http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
 def _announce(
     console: Console, text_engine: TextEngine, listener: socket.socket, api: ApiSettings
 ) -> None:
+    """Prints the resolved settings, a warning if access is open, and the URL."""
     host, port = listener.getsockname()[:2]
     sampling, source = text_engine.model.defaults.describe()
     console.decisions([*text_engine.engine.ready.decisions, ("sampling", sampling, source)])

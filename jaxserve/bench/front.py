@@ -161,6 +161,7 @@ def _engine_flags(pace: int, num_streams: int, length: int) -> list[str]:
 
 
 def _watch(server: ServerProcess, streams: Streams, pace: int, seconds: float) -> FrontFigures:
+    """Waits until all streams have begun, then measures them for some seconds."""
     streams.read(until_all_began=True)
     streams.read(seconds=SETTLE_S)
     me = psutil.Process()

@@ -115,6 +115,8 @@ def _parse(line: bytes, number: int) -> BatchRequest | BadLine:
 
 
 class _WithId(msgspec.Struct):
+    """The only field that is needed of a line that is not a request."""
+
     custom_id: str
 
 

@@ -160,6 +160,7 @@ class _Pieces:
         return choice
 
     def _begin(self, choice: CompletionChoice, delta: Delta) -> None:
+        """Adds the echo, the log probabilities and the IDs of the prompt to a first choice."""
         job, of_prompt = self._job, delta.prompt_logprobs
         which = delta.index // job.usage.n
         prompt = job.prompts[which]

@@ -53,6 +53,8 @@ class ErrorReply:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
+    """The status of a class of errors, and their ``type`` and ``code`` (None: the status)."""
+
     status: int
     type: str
     code: str | None = None

@@ -128,6 +128,7 @@ def prompt_logprobs(
 
 
 def _by_id(tokenizer: Tokenizer, entry: TokenLogprobs, k: int) -> dict[str, PromptLogprob]:
+    """Returns the tokens at one position by ID: the token itself, then the ``k`` most likely."""
     ranks = [entry.rank, *range(1, k + 1)]
     by_id: dict[str, PromptLogprob] = {}
     # Entries may have more than k likely tokens; `zip` stops after k.

@@ -32,6 +32,7 @@ SAME_NAME = (
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
+    """Returns a test for exactly these values; 0 is not False."""
     return lambda value: any(value is v or (type(value) is type(v) and value == v) for v in values)
 
 

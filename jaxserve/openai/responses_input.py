@@ -67,11 +67,13 @@ def function_tools(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool in the form of a chat, which nests the function in the tool."""
     function = {k: v for k, v in tool.items() if k not in ("type", "strict") and v is not None}
     return {"type": "function", "function": function}
 
 
 def _tool_choice(value: Any) -> Any:
+    """Returns ``tool_choice`` in the form of a chat, which nests a named function."""
     if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
         return {"type": "function", "function": {"name": value["name"]}}
     return value

@@ -99,6 +99,7 @@ def with_structural_tag(
 
 
 async def _check(text_engine: TextEngine, grammar: Grammar, field: str) -> None:
+    """Raises InvalidRequestError, which names the field, unless the grammar can be followed."""
     try:
         await text_engine.grammars.check(grammar)
     except InvalidRequestError as error:

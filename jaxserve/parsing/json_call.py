@@ -108,6 +108,7 @@ def _write_call(scan: Scanner, name: str, arguments: str) -> None:
 
 
 def _key(scan: Scanner) -> Reading[str | None]:
+    """Reads a key and its colon; returns None at the first wrong character."""
     yield from scan.skip()
     start = scan.position()
     if not (yield from json_string(scan)):

@@ -25,6 +25,7 @@ def mistral(scan: Scanner) -> Reading[None]:
 
 
 def _named(scan: Scanner) -> Reading[None]:
+    """Reads a call in the second format, after its tag."""
     name = yield from scan.run(NAME)
     if not scan.out.knows(name):
         return

@@ -25,6 +25,7 @@ def pythonic(scan: Scanner) -> Reading[None]:
 
 
 def _calls(scan: Scanner) -> Reading[None]:
+    """Reads a list of calls, and the end tag if it follows."""
     scan.advance()
     while (yield from _call(scan)):
         yield from scan.skip()

@@ -66,6 +66,7 @@ class GrammarCompiler:
         return self._threads.submit(self._make, submit)
 
     def _make(self, submit: Submit) -> Constraint:
+        """Returns a constraint with a copy of the compiled grammar, which may be in the cache."""
         grammar = submit.params.grammar
         assert grammar is not None
         with self._lock:

@@ -146,6 +146,7 @@ class GrammarWorker:
             raise InvalidRequestError(verdict.error)
 
     def _running(self) -> subprocess.Popen[bytes]:
+        """Returns the process, after starting it if it does not run. Raises RuntimeError."""
         if self._process is None or self._process.poll() is not None:
             self._stop()
             self._process = _start()

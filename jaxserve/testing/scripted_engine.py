@@ -145,6 +145,7 @@ class ScriptedEngine:
             raise EngineDeadError("the engine was told to fail")
 
     def _output(self, submit: Submit) -> tuple[list[int], FinishReason, int | None]:
+        """Returns all output tokens of a request, its finish reason and its stop reason."""
         params = submit.params
         assert params.max_tokens is not None
         script = list(self._script(submit))

@@ -117,6 +117,7 @@ def _fill(message: Mapping[str, Any], wants_parts: bool) -> dict[str, Any]:
 
 
 def _limited(chunks: Iterable[str]) -> Iterator[str]:
+    """Yields the chunks. Raises SecurityError once they are too long in total."""
     length = 0
     for chunk in chunks:
         length += len(chunk)
@@ -178,12 +179,14 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Parses a template, and adds filters that count loop iterations and limit ``~``."""
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, _TURNS, [], [], None, None, lineno=loop.lineno)
         return _Concats().visit(tree)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Applies an operator unless the result would be too large. Raises SecurityError."""
         if operator == "*":
             for sequence, count in ((left, right), (right, left)):
                 if isinstance(sequence, str | list | tuple) and isinstance(count, int):

@@ -50,7 +50,7 @@ def to_response(reply: ErrorReply, headers: dict[str, str] | None = None) -> Res
     )
 
 
-def on_user_error(request: Request, error: Exception) -> Response:
+def on_jaxserve_error(request: Request, error: Exception) -> Response:
     """Responds to errors of jaxserve."""
     return to_response(reply_to(error))
 
@@ -75,7 +75,7 @@ def on_disconnect(request: Request, error: Exception) -> Response:
 
 
 HANDLERS = {
-    JaxserveError: on_user_error,
+    JaxserveError: on_jaxserve_error,
     HTTPException: on_http_error,
     ClientDisconnect: on_disconnect,
 }

@@ -84,7 +84,10 @@ class InProcessEngine:
         self.check_health()
         request_id = request.request_id
         if request_id in self._streams:
-            raise InvalidRequestError(f"the request ID {request_id!r} is in use")
+            raise InvalidRequestError(
+                f"the request ID {request_id!r} is in use by a request in flight",
+                param="request_id",
+            )
         stream = self._streams[request_id] = OutputStream()
         self._inbox.put(request)
         try:

@@ -14,7 +14,7 @@ from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import CompletionScores, extend, prompt_logprobs
 from jaxserve.openai.params import (
-    asked_tokens,
+    requested_tokens,
     check_fields,
     completion_params,
     encode_bad_words,
@@ -55,7 +55,7 @@ async def prepare(text_engine: TextEngine, body: CompletionRequest, *, request_i
         length_field=length_field(body),
     )
     deltas = text_engine.generate(request)
-    if asked_tokens(body) == 0:
+    if requested_tokens(body) == 0:
         deltas = _prompt_only(deltas)
     echo: tuple[str, ...] = ()
     if body.echo:

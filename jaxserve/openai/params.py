@@ -38,7 +38,7 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
 
 _never = _one_of()
 
-NO_OP: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+UNSUPPORTED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
     {
         "audio": _never,
         "chat_template": _never,
@@ -54,7 +54,7 @@ NO_OP: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 )
 """The fields of unsupported features, and a test for values (besides null) that request nothing."""
 
-INSTEAD: Mapping[str, str] = MappingProxyType(
+REPLACEMENTS: Mapping[str, str] = MappingProxyType(
     {
         "chat_template": "chat_template_kwargs, or start the server with --chat-template FILE",
         "function_call": "tool_choice",
@@ -70,10 +70,10 @@ def check_fields(request: GenerationRequest) -> None:
     Raises:
       InvalidRequestError: a field requests an unsupported feature, or two fields conflict.
     """
-    for name, is_no_op in NO_OP.items():
+    for name, requests_nothing in UNSUPPORTED.items():
         value = getattr(request, name, None)
-        if value is not None and not is_no_op(value):
-            instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+        if value is not None and not requests_nothing(value):
+            instead = f"; use {REPLACEMENTS[name]}" if name in REPLACEMENTS else ""
             raise InvalidRequestError(f"{name} is not supported{instead}", param=name)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequestError(
@@ -119,7 +119,7 @@ def completion_params(
     the reply does not show. ``grammar`` and ``bad_words`` are as in `chat_params`.
     """
     values: dict[str, Any] = {"grammar": grammar, "bad_words_token_ids": bad_words}
-    if asked_tokens(request) == 0:
+    if requested_tokens(request) == 0:
         values |= {"max_tokens": 1, "min_tokens": 0}
     values["logprobs"] = logprobs = _num_logprobs(request.logprobs, model, "logprobs")
     if request.echo and logprobs is not None:
@@ -162,7 +162,7 @@ def _num_logprobs(count: int | None, model: ServedModel, param: str) -> int | No
     return logprobs_within(count, model.ready.max_logprobs, model.vocab_size, param=param)
 
 
-def asked_tokens(request: GenerationRequest) -> int | None:
+def requested_tokens(request: GenerationRequest) -> int | None:
     """Returns the requested length of a completion, or None."""
     asked = request.max_completion_tokens
     return request.max_tokens if asked is None else asked
@@ -186,7 +186,7 @@ def _params(
     values["logit_bias"] = request.logit_bias or None
     if request.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(request.allowed_token_ids)
-    values["max_tokens"] = asked_tokens(request)
+    values["max_tokens"] = requested_tokens(request)
     try:
         return SamplingParams(**{**values, **overrides})
     except InvalidRequestError as error:

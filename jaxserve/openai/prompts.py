@@ -13,7 +13,7 @@ from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import INLINE_CHARS, TextEngine
 from jaxserve.openai.content import content_text
 from jaxserve.openai.decoding import json_type, wrong_type
-from jaxserve.openai.params import asked_tokens
+from jaxserve.openai.params import requested_tokens
 from jaxserve.openai.protocol import GenerationRequest
 from jaxserve.text.chat_template import render_chat
 
@@ -97,7 +97,7 @@ async def encode_prompts(
         text_engine,
         prompts,
         request.truncate_prompt_tokens,
-        room=asked_tokens(request) or 1,
+        room=requested_tokens(request) or 1,
         add_special_tokens=add_special_tokens,
         param=param,
     )

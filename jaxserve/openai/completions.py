@@ -14,11 +14,11 @@ from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import CompletionScores, extend, prompt_logprobs
 from jaxserve.openai.params import (
-    requested_tokens,
     check_fields,
     completion_params,
     encode_bad_words,
     length_field,
+    requested_tokens,
 )
 from jaxserve.openai.prompts import Prompt, completion_prompts, encode_prompts
 from jaxserve.openai.protocol import Completion, CompletionChoice, CompletionRequest

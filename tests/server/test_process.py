@@ -289,7 +289,7 @@ def test_a_signal_lets_requests_finish_and_then_ends_all_processes(folder: Path)
             events = stream.iter_lines()
             next(events)
             server.process.send_signal(signal.SIGTERM)
-            server.wait_for("Stopping; requests in flight: 1")
+            server.wait_for("Stopping; completions in flight: 1")
             assert httpx.get(f"{url}/health").status_code == 503
             assert httpx.get(f"{url}/live").status_code == 200
             assert httpx.post(f"{url}/v1/completions", json=body).status_code == 503

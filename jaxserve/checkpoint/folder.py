@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.checkpoint.mapping import some
 from jaxserve.checkpoint.safetensors import SafetensorsFile
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.text.tokenizer import Tokenizer
@@ -42,7 +43,11 @@ class FolderCheckpoint:
         quantization = self.config.get("quantization_config")
         if quantization:
             is_described = isinstance(quantization, dict)
-            method = quantization.get("quant_method") if is_described else quantization
+            method = (
+                quantization.get("quant_method", "an unnamed method")
+                if is_described
+                else quantization
+            )
             raise UnsupportedModelError(
                 f"{path} is quantised with {method!s:.100}, which is not supported; use the "
                 "original checkpoint or a GGUF file"
@@ -117,7 +122,7 @@ def _open_indexed(folder: Path) -> list[tuple[SafetensorsFile, list[str]]]:
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of the {len(wanted)} weight files that {INDEX} names: "
-            f"{_some(missing)}; the download is incomplete, or the index belongs to another model"
+            f"{some(missing)}; the download is incomplete, or the index belongs to another model"
         )
     shards = []
     for file in sorted(wanted):
@@ -125,7 +130,7 @@ def _open_indexed(folder: Path) -> list[tuple[SafetensorsFile, list[str]]]:
         absent = sorted(wanted[file] - shard.entries.keys())
         if absent:
             raise CheckpointError(
-                f"{shard.path} lacks tensors that {INDEX} lists for it: {_some(absent)}; "
+                f"{shard.path} lacks tensors that {INDEX} lists for it: {some(absent)}; "
                 "the index belongs to another version of the files"
             )
         shards.append((shard, [name for name in shard.entries if name in wanted[file]]))
@@ -141,19 +146,12 @@ def _single_file(folder: Path) -> Path:
     if files:
         raise CheckpointError(
             f"{folder} has several safetensors files but no {INDEX} that lists their tensors: "
-            f"{_some([file.name for file in files])}"
+            f"{some([file.name for file in files])}"
         )
     pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
     if pickled:
         raise CheckpointError(
-            f"{folder} has only pickled weights ({_some(pickled)}). Reading those can run code, so "
+            f"{folder} has only pickled weights ({some(pickled)}). Reading those can run code, so "
             "convert them to safetensors first, for example with save_pretrained of transformers"
         )
     raise CheckpointError(f"{folder} has no weights: expected {WEIGHTS} or {INDEX}")
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    """Returns the names in one line, cut short after ``limit``."""
-    rest = len(names) - limit
-    shown = ", ".join(f"{name:.100}" for name in names[:limit])
-    return shown + (f" and {rest} more" if rest > 0 else "")

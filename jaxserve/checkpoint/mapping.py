@@ -212,7 +212,8 @@ def _parts(rule: Rule, target: Target) -> Iterator[tuple[str, slice, int]]:
         start += size
 
 
-def some(names: Sequence[str]) -> str:
-    """Returns the names in one line, cut short after three."""
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+def some(names: Sequence[str], limit: int = 3) -> str:
+    """Returns the first ``limit`` names, each cut at 100 characters, and the number of the rest."""
+    rest = len(names) - limit
+    shown = ", ".join(f"{name:.100}" for name in names[:limit])
+    return shown + (f" and {rest} more" if rest > 0 else "")

@@ -18,7 +18,7 @@ from jaxserve.device import Device
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import Submit
 from jaxserve.models import registry
-from jaxserve.models.hf_config import read_spec
+from jaxserve.models.registry import read_spec
 from jaxserve.models.loading import load_params
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionMeta, KVCache

@@ -18,9 +18,10 @@ from jaxserve.device import Device
 from jaxserve.engine.core import BuiltEngine, assemble
 from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
 from jaxserve.engine.startup import Phase
+from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Decision, Progress
-from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import abstract_params, load_params
+from jaxserve.models.registry import read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionBackend
@@ -56,7 +57,7 @@ def build(
     dtype, dtype_decision = resolve_dtype(config.model, device)
     cache_dtype = kv_cache.cache_dtype(dtype, device)
     backend, backend_reason = _attention_backend(config, spec, device, dtype, cache_dtype)
-    loop, loop_reason = _layer_loop(config.compile.layer_loop, spec, device)
+    loop, loop_reason = _layer_loop(config.compile.layer_loop, spec, device, backend)
     decisions = [
         Decision("model", checkpoint.name, f"{spec.architecture} from {checkpoint.path}"),
         Decision("device", device.kind, f"the default of jax on {device.platform}"),
@@ -120,15 +121,28 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _layer_loop(
-    asked: Literal["auto", "scan", "unroll"], spec: ModelSpec, device: Device
+    asked: Literal["auto", "scan", "unroll"],
+    spec: ModelSpec,
+    device: Device,
+    backend: AttentionBackend,
 ) -> tuple[Literal["scan", "unroll"], str]:
-    """Returns whether to scan over the layers or to unroll them, and why."""
+    """Returns whether to scan over the layers or to unroll them, and why.
+
+    Raises:
+      ConfigError: a loop is asked for, and the backend cannot run these layers in one.
+    """
+    can_scan = backend.array_windows or len(set(spec.windows)) == 1
+    if asked == "scan" and not can_scan:
+        raise ConfigError(
+            "the layers of this model differ in their attention window, and the attention backend "
+            f"{backend.name} cannot run such layers in a loop; use --layer-loop unroll"
+        )
     if asked != "auto":
         return asked, "as asked"
     if device.platform != "cpu":
         return "unroll", "the whole step is one graph of kernels"
-    if not spec.layers_are_alike:
-        return "unroll", "the layers differ"
+    if not can_scan:
+        return "unroll", "the layers differ in their attention window"
     return "scan", "compiles many times faster than unrolled layers"
 
 

@@ -7,6 +7,7 @@ layers, B blocks, S block_size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.spec import ModelSpec
-from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache, LayerIndex
+from jaxserve.ops.attention import (
+    AttentionBackend,
+    AttentionMeta,
+    KVCache,
+    LayerIndex,
+    Window,
+)
 from jaxserve.ops.elementwise import ACTIVATIONS, rms_norm
 from jaxserve.ops.rope import rotate
 
@@ -23,19 +30,36 @@ Hidden = Float[Array, "tokens hidden"]
 """The residual stream or a part of it, [T, D], in the dtype of the parameters."""
 
 
-class StepContext(NamedTuple):
-    """The inputs of a step that every layer needs.
+class LayerContext(NamedTuple):
+    """The inputs of a step that one layer needs.
 
     Attributes:
       meta: maps each token to its request and to its slot in the cache.
-      cos, sin: f32[T, H / 2], the rotation of each token.
       attention: the backend that writes and reads the cache.
+      index: the layer of the cache that belongs to this layer, in [0, L).
+      window: a query sees the latest ``window`` positions, its own included; None: all. An array
+        i32[] inside a loop over layers with different windows, where `NO_WINDOW` means all.
+      cos, sin: f32[T, H / 2], the rotation of each token.
     """
 
     meta: AttentionMeta
+    attention: AttentionBackend
+    index: LayerIndex
+    window: Window
     cos: Float32[Array, "tokens half_head_dim"]
     sin: Float32[Array, "tokens half_head_dim"]
-    attention: AttentionBackend
+
+
+class Layer(nnx.Module):
+    """One layer of a decoder, the base of the layers that families bring as `CausalLM.LAYER`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        """Builds the modules of the layer from the spec of its family."""
+        raise NotImplementedError(type(self))
+
+    def __call__(self, x: Hidden, kv: KVCache, step: LayerContext) -> tuple[Hidden, KVCache]:
+        """Returns the residual stream [T, D], and the cache with the step's keys and values."""
+        raise NotImplementedError(type(self))
 
 
 def parameter(*shape: int, parts: tuple[tuple[str, int], ...] = ()) -> nnx.Param:
@@ -75,12 +99,13 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """`ops.elementwise.rms_norm` with its weight."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
         self.weight = parameter(size)
         self.eps = eps
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        return rms_norm(x, self.weight[...], eps=self.eps)
+        return rms_norm(x, self.weight[...], eps=self.eps, offset=self.offset)
 
 
 class Embed(nnx.Module):
@@ -99,39 +124,39 @@ class Embed(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over the paged cache."""
+    """Multi-head attention with grouped key-value heads over the paged cache.
 
-    def __init__(self, spec: ModelSpec) -> None:
+    Args:
+      spec: the sizes.
+      qkv_bias, output_bias: the linear layers that have a bias.
+      qk_norm: makes the norms of the queries and keys of each head; None: they have none.
+      scale: multiplies the scores; None: ``H ** -0.5``.
+      soft_cap: see `ops.attention.AttendFn`.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: Callable[[int, float], RMSNorm] | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
         queries = spec.num_heads * spec.head_dim
         keys = spec.num_kv_heads * spec.head_dim
-        self.num_heads = spec.num_heads
         self.head_dim = spec.head_dim
+        self.scale = spec.head_dim**-0.5 if scale is None else scale
+        self.soft_cap = soft_cap
         self.sizes = (queries, keys, keys)
-        self.qkv = Linear(
-            spec.hidden_size, {"q": queries, "k": keys, "v": keys}, bias=spec.qkv_bias
-        )
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.output = Linear(queries, spec.hidden_size, bias=spec.attention_output_bias)
+        self.qkv = Linear(spec.hidden_size, {"q": queries, "k": keys, "v": keys}, bias=qkv_bias)
+        self.q_norm = qk_norm(spec.head_dim, spec.norm_eps) if qk_norm else None
+        self.k_norm = qk_norm(spec.head_dim, spec.norm_eps) if qk_norm else None
+        self.output = Linear(queries, spec.hidden_size, bias=output_bias)
 
-    def __call__(
-        self,
-        x: Hidden,
-        kv: KVCache,
-        layer: LayerIndex,
-        step: StepContext,
-        *,
-        window: int | None,
-    ) -> tuple[Hidden, KVCache]:
-        """Returns the output [T, D], and the cache with the step's keys and values.
-
-        Args:
-          x: [T, D], normalised.
-          kv: the cache.
-          layer: the layer of the cache that belongs to this module, in [0, L).
-          step: the inputs that all layers share.
-          window: a query sees the latest ``window`` positions, including its own; None for all.
-        """
+    def __call__(self, x: Hidden, kv: KVCache, step: LayerContext) -> tuple[Hidden, KVCache]:
+        """Returns the output [T, D] for normalised ``x``, and the cache; see `Layer`."""
         num_tokens = x.shape[0]
         q_end, k_end = self.sizes[0], self.sizes[0] + self.sizes[1]
         q, k, v = jnp.split(self.qkv(x), (q_end, k_end), axis=-1)
@@ -139,49 +164,30 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
-        kv = step.attention.write(kv, layer, k, v, step.meta)
+        kv = step.attention.write(kv, step.index, k, v, step.meta)
         attended = step.attention.attend(
-            q, kv, layer, step.meta, scale=self.head_dim**-0.5, window=window
+            q,
+            kv,
+            step.index,
+            step.meta,
+            scale=self.scale,
+            window=step.window,
+            soft_cap=self.soft_cap,
         )
         return self.output(attended.reshape(num_tokens, -1)), kv
 
 
 class GatedMLP(nnx.Module):
-    """``down(activation(gate(x)) * up(x))``."""
+    """``down(activation(gate(x)) * up(x))``; ``activation`` is a key of `ACTIVATIONS`."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        size = spec.intermediate_size
-        self.activation = spec.activation
-        self.gate_up = Linear(spec.hidden_size, {"gate": size, "up": size}, bias=spec.mlp_bias)
-        self.down = Linear(size, spec.hidden_size, bias=spec.mlp_bias)
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool = False
+    ) -> None:
+        parts = {"gate": intermediate_size, "up": intermediate_size}
+        self.activation = activation
+        self.gate_up = Linear(hidden_size, parts, bias=bias)
+        self.down = Linear(intermediate_size, hidden_size, bias=bias)
 
     def __call__(self, x: Hidden) -> Hidden:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(ACTIVATIONS[self.activation](gate) * up)
-
-
-class DecoderLayer(nnx.Module):
-    """Attention, then MLP. Each reads the normalised residual stream and adds its output to it."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.attention = Attention(spec)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.mlp = GatedMLP(spec)
-
-    def __call__(
-        self,
-        x: Hidden,
-        kv: KVCache,
-        layer: LayerIndex,
-        step: StepContext,
-        *,
-        window: int | None,
-    ) -> tuple[Hidden, KVCache]:
-        """Returns the residual stream [T, D] and the cache; arguments as in `Attention`."""
-        with jax.named_scope("attention"):
-            out, kv = self.attention(self.attention_norm(x), kv, layer, step, window=window)
-            x = x + out
-        with jax.named_scope("mlp"):
-            x = x + self.mlp(self.mlp_norm(x))
-        return x, kv

@@ -1,13 +1,12 @@
 """A decoder-only language model, the base of every family.
 
-A family is a subclass in its own file, with the names of its weights and the defaults of its
-config.json, and a line in `registry.MODELS`.
+A family is a subclass in its own file, and a line in `registry.MODELS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,9 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from jaxserve.checkpoint.mapping import Rule
-from jaxserve.errors import ConfigError
-from jaxserve.models.blocks import DecoderLayer, Embed, Hidden, RMSNorm, StepContext
+from jaxserve.models.blocks import Embed, Hidden, Layer, LayerContext, RMSNorm
 from jaxserve.models.spec import ModelSpec
-from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
+from jaxserve.ops.attention import NO_WINDOW, AttentionBackend, AttentionMeta, KVCache
 from jaxserve.ops.rope import cos_sin
 
 Loop = Literal["scan", "unroll"]
@@ -32,39 +30,46 @@ class CausalLM(nnx.Module):
     contains one layer. With ``"unroll"`` every layer has its own arrays and its own code.
 
     Class attributes of a family:
-      RULES: the parameter that each tensor of a checkpoint fills.
+      LAYER: makes a layer, an nnx module, from the spec of the family.
+      RULES: the parameter that each tensor of a checkpoint goes to.
       IGNORED: tensors that the model does not use, named as in rules.
-      COPIES_OF_TIED: tensors that repeat the embedding if it is also the output head.
-      HF_DEFAULTS: the values of keys that are missing in a config.json of this family.
-      HF_FIXED: values that override config.json. It has the keys of config.json, and
-        ``attention_output_bias`` and ``qk_norm``.
+      COPIES_OF_TIED: tensors that repeat the embedding when it is the output head too.
     """
 
+    LAYER: ClassVar[type[Layer]]
     RULES: ClassVar[tuple[Rule, ...]] = ()
     IGNORED: ClassVar[tuple[str, ...]] = ()
     COPIES_OF_TIED: ClassVar[tuple[str, ...]] = ()
-    HF_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
-    HF_FIXED: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, spec: ModelSpec, *, loop: Loop) -> None:
-        """Builds the modules; their parameters have shapes and no values.
+    @classmethod
+    def read_spec(cls, config: Mapping[str, Any]) -> ModelSpec:
+        """Reads the config.json of the family; `hf_config` has what families share.
 
         Raises:
-          ConfigError: ``loop`` is "scan" and the layers differ, so no loop can run them.
+          UnsupportedModelError: a variant of the family is not implemented.
+          CheckpointError: a key is missing, or sizes do not fit together.
         """
-        if loop == "scan" and not spec.layers_are_alike:
-            raise ConfigError(
-                "the layers of this model differ in their attention window, so they cannot run in "
-                "a loop; use --layer-loop unroll"
-            )
+        raise NotImplementedError(cls)
+
+    def __init__(self, spec: ModelSpec, *, loop: Loop) -> None:
+        """Builds the modules; their parameters have shapes and no values."""
         self.spec = spec
+        self.loop = loop
         self.embed = Embed(spec)
         if loop == "scan":
-            self.layers = _stacked(DecoderLayer(spec), spec.num_layers)
+            self.layers = _stacked(self.LAYER(spec), spec.num_layers)
         else:
-            self.layers = nnx.List([DecoderLayer(spec) for _ in range(spec.num_layers)])
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+            self.layers = nnx.List([self.LAYER(spec) for _ in range(spec.num_layers)])
+        self.norm = self.final_norm(spec)
         self.head = None if spec.tied_head else Embed(spec)
+
+    def final_norm(self, spec: ModelSpec) -> RMSNorm:
+        """Returns the norm between the layers and the head."""
+        return RMSNorm(spec.hidden_size, spec.norm_eps)
+
+    def embedded(self, tokens: Int32[Array, " tokens"]) -> Hidden:
+        """Returns the input [T, D] of the first layer for tokens i32[T]."""
+        return self.embed(tokens)
 
     def __call__(
         self,
@@ -86,14 +91,16 @@ class CausalLM(nnx.Module):
           The hidden states [T, D] for `logits`, and the cache with the step's keys and values.
         """
         with jax.named_scope("embed"):
-            x = self.embed(tokens)
-            cos, sin = cos_sin(meta.positions, self.spec.rope)
-        step = StepContext(meta, cos, sin, attention)
-        if isinstance(self.layers, DecoderLayer):
-            return self._scan(self.layers, x, kv, step)
-        for index, layer in enumerate(self.layers):
+            x = self.embedded(tokens)
+            rotations = [cos_sin(meta.positions, rope) for rope in self.spec.ropes]
+        if self.loop == "scan":
+            return self._scan(x, kv, meta, attention, rotations)
+        layers = zip(cast(nnx.List, self.layers), self.spec.layers, strict=True)
+        for index, (layer, facts) in enumerate(layers):
+            rotation = rotations[self.spec.ropes.index(facts.rope)]
+            step = LayerContext(meta, attention, index, facts.window, *rotation)
             with jax.named_scope(f"layer_{index}"):
-                x, kv = layer(x, kv, index, step, window=self.spec.windows[index])
+                x, kv = layer(x, kv, step)
         return x, kv
 
     def logits(self, hidden: Hidden) -> Float32[Array, "tokens vocab"]:
@@ -106,24 +113,40 @@ class CausalLM(nnx.Module):
         return self.norm(hidden)
 
     def _scan(
-        self, stacked: DecoderLayer, x: Hidden, kv: KVCache, step: StepContext
+        self,
+        x: Hidden,
+        kv: KVCache,
+        meta: AttentionMeta,
+        attention: AttentionBackend,
+        rotations: list[tuple[jax.Array, jax.Array]],
     ) -> tuple[Hidden, KVCache]:
-        graphdef, weights = nnx.split(stacked)
+        """Runs the layers in a loop. The facts in which they differ are arrays [L]."""
+        graphdef, weights = nnx.split(self.layers)
+        windows, ropes = self.spec.windows, self.spec.ropes
+        varying: dict[str, jax.Array] = {"index": jnp.arange(self.spec.num_layers)}
+        if len(set(windows)) > 1:
+            assert attention.array_windows, f"{attention.name} needs unrolled layers"
+            varying["window"] = jnp.array([NO_WINDOW if w is None else w for w in windows])
+        if len(ropes) > 1:
+            varying["rope"] = jnp.array([ropes.index(facts.rope) for facts in self.spec.layers])
+        stacked_rotations = [jnp.stack(parts) for parts in zip(*rotations, strict=True)]
 
-        # The cache is in the carry. As a scanned input and output, XLA would copy it in each layer.
-        def body(carry, inputs):
+        # The cache is part of the carry: XLA would copy it as an input and output of each layer.
+        def body(carry: tuple[Hidden, KVCache], inputs: Any) -> tuple[tuple[Hidden, KVCache], None]:
             x, kv = carry
-            index, weights = inputs
-            layer = nnx.merge(graphdef, weights)
+            facts, weights = inputs
+            layer = cast(Layer, nnx.merge(graphdef, weights))
+            cos, sin = (parts[facts.get("rope", 0)] for parts in stacked_rotations)
+            window = facts.get("window", windows[0])
+            step = LayerContext(meta, attention, facts["index"], window, cos, sin)
             with jax.named_scope("layer"):
-                return layer(x, kv, index, step, window=self.spec.windows[0]), None
+                return layer(x, kv, step), None
 
-        indices = jnp.arange(self.spec.num_layers)
-        carry, _ = lax.scan(body, (x, kv), (indices, weights))
+        carry, _ = lax.scan(body, (x, kv), (varying, weights))
         return carry
 
 
-def _stacked(layer: DecoderLayer, num_layers: int) -> DecoderLayer:
+def _stacked(layer: Layer, num_layers: int) -> Layer:
     """Returns the layer with a leading axis of size L on every parameter."""
     graphdef, state = nnx.split(layer)
 

@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from jaxserve.checkpoint import mapping
-from jaxserve.models.blocks import DecoderLayer
 from jaxserve.models.causal_lm import CausalLM, Loop
 from jaxserve.models.registry import model_class
 from jaxserve.models.spec import ModelSpec
@@ -35,11 +34,7 @@ class TensorSource(Protocol):
 
 
 def build_model(spec: ModelSpec, *, loop: Loop) -> CausalLM:
-    """Returns a model whose parameters have shapes and no values.
-
-    Raises:
-      ConfigError: ``loop`` is "scan" and the layers differ, so no loop can run them.
-    """
+    """Returns a model whose parameters have shapes and no values."""
     return model_class(spec.architecture)(spec, loop=loop)
 
 
@@ -70,7 +65,6 @@ def load_params(
       CheckpointError: a tensor of the model is unknown, duplicate or missing, or has the wrong
         shape.
       UnsupportedModelError: a tensor holds integers.
-      ConfigError: ``loop`` is "scan" and the layers differ, so no loop can run them.
     """
     model = build_model(spec, loop=loop)
     targets = _targets(model)
@@ -115,7 +109,7 @@ def abstract_params(
 
 def _targets(model: CausalLM) -> dict[str, mapping.Target]:
     """Returns every parameter by path; ``*`` stands for the layer in stacked parameters."""
-    is_stacked = isinstance(model.layers, DecoderLayer)
+    is_stacked = model.loop == "scan"
     targets = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         if is_stacked and path[0] == "layers":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from jaxserve.checkpoint.mapping import Rule
-from jaxserve.models.llama import LAYER, LlamaForCausalLM
+from jaxserve.models.llama import PREFIX, LlamaForCausalLM, LlamaSpec
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
@@ -11,8 +15,8 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
     RULES = (
         *LlamaForCausalLM.RULES,
-        Rule(LAYER + "self_attn.q_norm.weight", "layers.*.attention.q_norm.weight"),
-        Rule(LAYER + "self_attn.k_norm.weight", "layers.*.attention.k_norm.weight"),
+        Rule(PREFIX + "self_attn.q_norm.weight", "layers.*.attention.q_norm.weight"),
+        Rule(PREFIX + "self_attn.k_norm.weight", "layers.*.attention.k_norm.weight"),
     )
     HF_DEFAULTS = {
         "head_dim": 128,
@@ -20,4 +24,9 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
         "sliding_window": 4096,
         "max_window_layers": 28,
     }
-    HF_FIXED = {"qk_norm": True, "mlp_bias": False}
+    HF_FIXED = {"mlp_bias": False}
+
+    @classmethod
+    def read_spec(cls, config: Mapping[str, Any]) -> LlamaSpec:
+        """See `CausalLM.read_spec`."""
+        return replace(super().read_spec(config), qk_norm=True)

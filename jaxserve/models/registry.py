@@ -1,33 +1,93 @@
-"""Maps architectures to the classes that implement them."""
+"""Maps architectures to the classes that implement them, and reads config.json with them."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
-from jaxserve.errors import UnsupportedModelError
+from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.models.hf_config import architecture_of
+from jaxserve.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from jaxserve.models.causal_lm import CausalLM
 
-MODELS: dict[str, str] = {
-    "LlamaForCausalLM": "jaxserve.models.llama:LlamaForCausalLM",
-    "MistralForCausalLM": "jaxserve.models.mistral:MistralForCausalLM",
-    "Qwen2ForCausalLM": "jaxserve.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "jaxserve.models.qwen3:Qwen3ForCausalLM",
+ENTRY_POINTS = "jaxserve.models"
+"""The entry-point group of installed packages with families: ``Architecture = "module:Class"``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Where a family is implemented.
+
+    Attributes:
+      location: the class, as ``module:Class``; imported when a model needs it.
+      gguf: the name of the architecture in GGUF files, or empty.
+    """
+
+    location: str
+    gguf: str = ""
+
+
+MODELS: dict[str, Family] = {
+    "LlamaForCausalLM": Family("jaxserve.models.llama:LlamaForCausalLM", gguf="llama"),
+    "MistralForCausalLM": Family("jaxserve.models.mistral:MistralForCausalLM"),
+    "Qwen2ForCausalLM": Family("jaxserve.models.qwen2:Qwen2ForCausalLM", gguf="qwen2"),
+    "Qwen3ForCausalLM": Family("jaxserve.models.qwen3:Qwen3ForCausalLM", gguf="qwen3"),
+    "Gemma2ForCausalLM": Family("jaxserve.models.gemma2:Gemma2ForCausalLM", gguf="gemma2"),
+    "Gemma3ForCausalLM": Family("jaxserve.models.gemma3:Gemma3ForCausalLM", gguf="gemma3"),
 }
-"""Architecture as in config.json -> "module:class". `model_class` imports the module."""
+"""Architecture as in config.json -> its family."""
+
+
+def register(architecture: str, location: str, *, gguf: str = "") -> None:
+    """Adds a family to this process, or replaces one.
+
+    Engine processes do not see it: a package that serves its own families there declares them under
+    `ENTRY_POINTS`.
+
+    Args:
+      architecture: its name in config.json.
+      location: a subclass of `CausalLM`, as ``module:Class``.
+      gguf: the name of the architecture in GGUF files, or empty.
+    """
+    MODELS[architecture] = Family(location, gguf)
 
 
 def model_class(architecture: str) -> type[CausalLM]:
     """Returns the class of an architecture.
 
     Raises:
-      UnsupportedModelError: the architecture is not in `MODELS`.
+      UnsupportedModelError: no family implements the architecture.
     """
-    if architecture not in MODELS:
-        raise UnsupportedModelError(
-            f"architecture {architecture} is not supported; supported are {', '.join(MODELS)}"
-        )
-    module, name = MODELS[architecture].split(":")
+    if architecture in MODELS:
+        location = MODELS[architecture].location
+    else:
+        installed = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+        if architecture not in installed:
+            known = ", ".join([*MODELS, *installed])
+            raise UnsupportedModelError(
+                f"architecture {architecture} is not supported; supported are {known}"
+            )
+        location = installed[architecture]
+    module, name = location.split(":")
     return getattr(importlib.import_module(module), name)
+
+
+def read_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """Reads a config.json as any version of transformers writes it.
+
+    Raises:
+      UnsupportedModelError: the architecture or a variant of it is not implemented.
+      CheckpointError: a key is missing, or sizes do not fit together.
+    """
+    try:
+        return model_class(architecture_of(config)).read_spec(config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A value can have any type, so reading it can fail in many ways.
+        raise CheckpointError(
+            f"config.json cannot be understood ({type(error).__name__}: {error!s:.200})"
+        ) from error

@@ -1,48 +1,59 @@
-"""The shape of a model: the sizes and variants that its modules are built from."""
+"""The shape of a model: the facts that all families share. A family adds its own in a subclass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.ops import rope
+from jaxserve.ops.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The facts in which the layers of one model may differ.
+
+    Attributes:
+      window: the number of latest positions that a query sees, its own included; None: all.
+      rope: the rotation of queries and keys.
+    """
+
+    window: int | None
+    rope: Rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The sizes and variants of a model; hashable.
 
     Attributes:
-      architecture: a key of `models.registry.MODELS`.
-      activation: a key of `ops.elementwise.ACTIVATIONS`.
+      architecture: the name of the family in config.json.
       norm_eps: added to the mean of the squares in every norm.
-      windows: for each layer, the number of latest positions that a query sees, including its own;
-        None for all.
-      qkv_bias, attention_output_bias, mlp_bias: the linear layers that have a bias.
-      qk_norm: normalises the queries and keys of each head.
-      tied_head: the embedding is also the output head.
+      layers: one entry for each layer.
+      tied_head: the embedding is the output head too.
       context_length: the longest context, in tokens, that the model is made for.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    activation: str
     norm_eps: float
-    rope: rope.Rope
-    windows: tuple[int | None, ...]
-    qkv_bias: bool
-    attention_output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    layers: tuple[LayerSpec, ...]
     tied_head: bool
     context_length: int
 
     @property
-    def layers_are_alike(self) -> bool:
-        """Whether one program fits all layers, so that a loop can run them."""
-        return len(set(self.windows)) == 1
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple(layer.window for layer in self.layers)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotations, in the order in which the layers first use them."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers))

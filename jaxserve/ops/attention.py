@@ -24,6 +24,12 @@ from jaxserve.errors import ConfigError
 LayerIndex = Int32[Array, ""] | int
 """The index of a layer in the cache, in [0, L): an array inside a loop over the layers."""
 
+Window = Int32[Array, ""] | int | None
+"""A query sees the latest ``window`` positions, its own included; None: all."""
+
+NO_WINDOW = 2**30
+"""A window that no context exceeds, for a loop over layers of which only some have a window."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class AttendFn(Protocol):
         meta: AttentionMeta,
         *,
         scale: float,
-        window: int | None = None,
+        window: Window = None,
         soft_cap: float | None = None,
     ) -> Float[Array, "tokens heads head_dim"]:
         """Returns the attention output [T, N, H] in the dtype of ``q``, which is any float dtype.
@@ -140,13 +146,16 @@ def serves_everything(shape: AttentionShape) -> None:
 class AttentionBackend(NamedTuple):
     """The functions that write and read the cache on one kind of device.
 
-    ``remark`` tells the user about a drawback of the backend on this device; usually empty.
+    ``array_windows`` is true if `attend` takes windows that are arrays, so that a loop can run over
+    layers with different windows. ``remark`` tells the user about a drawback of the backend on this
+    device; usually empty.
     """
 
     name: str
     write: WriteFn
     attend: AttendFn
     check: CheckFn = serves_everything
+    array_windows: bool = False
     remark: str = ""
 
 

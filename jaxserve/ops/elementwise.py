@@ -21,7 +21,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def rms_norm(
-    x: Float[Array, "*batch size"], weight: Float[Array, " size"], *, eps: float
+    x: Float[Array, "*batch size"],
+    weight: Float[Array, " size"],
+    *,
+    eps: float,
+    offset: float = 0.0,
 ) -> Float[Array, "*batch size"]:
     """Divides each vector by its root mean square, then scales it.
 
@@ -29,10 +33,14 @@ def rms_norm(
       x: [..., D], any float dtype; the mean is computed in float32.
       weight: [D], in x's dtype.
       eps: added to the mean of the squares.
+      offset: added to the weight. With an offset, as Gemma has, the product is in float32.
 
     Returns:
       [..., D] in x's dtype.
     """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return weight * (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
+    normalised = wide * jax.lax.rsqrt(mean_square + eps)
+    if offset:
+        return (normalised * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
+    return weight * normalised.astype(x.dtype)

@@ -18,6 +18,7 @@ from jaxserve.ops.attention import (
     AttentionShape,
     KVCache,
     LayerIndex,
+    Window,
 )
 from pallas_kernels import limits, tuning
 from pallas_kernels.kv_write import kv_write
@@ -90,11 +91,12 @@ def _attend(
     meta: AttentionMeta,
     *,
     scale: float,
-    window: int | None = None,
+    window: Window = None,
     soft_cap: float | None = None,
     device: Device,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Runs the kernel that fits the step; see `AttendFn`."""
+    assert window is None or isinstance(window, int), "the kernels need a fixed window"
     _, num_heads, head_dim = q.shape
     _, _, block_size, num_kv_heads, _ = kv.k.shape
     config = tuning.kernel_config(

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.device import Device
-from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache, LayerIndex
+from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache, LayerIndex, Window
 
 # The score of a position that a query does not see. -inf would give NaN to a query that has no
 # visible position yet. This score gives it equal weights, which the first real score makes zero.
@@ -39,7 +39,7 @@ class _Options(NamedTuple):
     """The options of `AttendFn`."""
 
     scale: float
-    window: int | None
+    window: Window
     soft_cap: float | None
 
 
@@ -99,7 +99,7 @@ class _Softmax(NamedTuple):
 def backend(device: Device) -> AttentionBackend:
     """Returns the backend, which is the same on every device."""
     del device
-    return AttentionBackend("xla", write=write, attend=attend)
+    return AttentionBackend("xla", write=write, attend=attend, array_windows=True)
 
 
 def write(
@@ -125,7 +125,7 @@ def attend(
     meta: AttentionMeta,
     *,
     scale: float,
-    window: int | None = None,
+    window: Window = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Computes attention over the cache; see `AttendFn`."""

@@ -12,8 +12,8 @@ from flax import nnx
 from jaxtyping import Float32
 
 from jaxserve.checkpoint.locate import open_checkpoint
-from jaxserve.models.hf_config import read_spec
 from jaxserve.models.loading import load_params
+from jaxserve.models.registry import read_spec
 from jaxserve.ops import xla_attention
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 

@@ -19,7 +19,7 @@ from jaxserve.engine.factory import build
 from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.front.served_model import ModelFiles
-from jaxserve.models.hf_config import read_spec
+from jaxserve.models.registry import read_spec
 from jaxserve.testing.one_step import logits_of
 from jaxserve.testing.reference import Reference
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint

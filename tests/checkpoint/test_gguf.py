@@ -13,7 +13,7 @@ from gguf import quants
 
 from jaxserve.checkpoint.gguf import GGUFCheckpoint, served_name
 from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.models.hf_config import read_spec
+from jaxserve.models.registry import read_spec
 from jaxserve.ops.rope import FactorScaling
 from jaxserve.testing.tiny import random_tensors, tiny_config
 
@@ -263,7 +263,7 @@ def test_keeps_other_rope_factors(tmp_path: Path) -> None:
     checkpoint = small_checkpoint(tmp_path, {}, {"rope_freqs.weight": factors})
     rope = checkpoint.config["rope_parameters"]
     assert rope == {"rope_type": "factors", "rope_theta": 10000.0, "factors": factors.tolist()}
-    assert read_spec(checkpoint.config).rope.scaling == FactorScaling(tuple(factors.tolist()))
+    assert read_spec(checkpoint.config).ropes[0].scaling == FactorScaling(tuple(factors.tolist()))
 
 
 def test_generation_config_has_end_tokens_and_sampling_defaults(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.models.hf_config import read_spec
+from jaxserve.models.registry import read_spec
 from jaxserve.models.loading import load_params
 from jaxserve.ops import xla_attention
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.models.hf_config import read_spec
+from jaxserve.models.registry import read_spec
 from jaxserve.models.registry import MODELS
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.rope import (
@@ -40,7 +40,7 @@ def family(name: str, **changes) -> ModelSpec:
 def test_defaults_of_a_minimal_config():
     minimal = spec()
     assert (minimal.num_kv_heads, minimal.head_dim, minimal.activation) == (4, 16, "silu")
-    assert (minimal.norm_eps, minimal.rope.theta, minimal.rope.scaling) == (1e-6, 10000.0, None)
+    assert (minimal.norm_eps, minimal.ropes[0].theta, minimal.ropes[0].scaling) == (1e-6, 10000.0, None)
     assert minimal.windows == (None,) * 4
     assert minimal.context_length == 2048
     assert {minimal.qkv_bias, minimal.attention_output_bias, minimal.mlp_bias} == {False}
@@ -66,7 +66,7 @@ def test_null_is_the_same_as_missing():
 
 def test_numbers_may_be_strings():
     assert spec(rms_norm_eps="1e-5").norm_eps == 1e-5
-    assert spec(rope_theta="500000").rope.theta == 5e5
+    assert spec(rope_theta="500000").ropes[0].theta == 5e5
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_numbers_may_be_strings():
     ],
 )
 def test_reads_rope_in_every_form(changes, theta, scaling):
-    rope = spec(**changes).rope
+    (rope,) = spec(**changes).ropes
     assert (rope.theta, rope.head_dim, rope.scaling) == (theta, 16, scaling)
 
 
@@ -158,7 +158,6 @@ def test_reads_the_sliding_windows_of_each_family():
         assert family(name, **qwen).windows == (None,) * 4
         upper = family(name, use_sliding_window=True, **qwen)
         assert upper.windows == (None, None, None, 8)
-        assert not upper.layers_are_alike
     kinds = ["sliding_attention", "full_attention"] * 2
     mixed = family("Qwen3", use_sliding_window=True, sliding_window=8, layer_types=kinds)
     assert mixed.windows == (8, None, 8, None)

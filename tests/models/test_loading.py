@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.models.hf_config import read_spec
+from jaxserve.models.registry import read_spec
 from jaxserve.models.loading import build_model, load_params
 from jaxserve.testing.tiny import random_tensors, tiny_config
 

@@ -20,7 +20,7 @@ from jaxserve.checkpoint.gguf_file import ARRAY, SCALARS, STRING
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.checkpoint.safetensors import SafetensorsFile
 from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.models.hf_config import read_spec
+from jaxserve.models.registry import read_spec
 from jaxserve.models.loading import load_params
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
 from jaxserve.text.tokenizer import Tokenizer

@@ -1,0 +1,58 @@
+"""Reads single values of config.json, which can be of any type."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1
+"""Sizes above these limits mean that config.json is damaged."""
+
+
+def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Returns a whole number in [1, `MAX_SIZE`]; null counts as missing."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise CheckpointError(f"config.json has no {key}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(
+            f"{key} in config.json must be a whole number above 0, got {value!r:.100}"
+        )
+    most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+    if value > most:
+        raise CheckpointError(f"{key} in config.json must be at most {most}, got {value}")
+    return value
+
+
+def real(config: Mapping[str, Any], key: str, default: float) -> float:
+    """Returns a finite number above 0, which may be written as a string."""
+    value = config.get(key)
+    value = default if value is None else value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise CheckpointError(f"{key} in config.json must be a number above 0, got {value!r}")
+    return number
+
+
+def optional_real(config: Mapping[str, Any], key: str, default: float | None) -> float | None:
+    """Returns a finite number above 0, None if the value is null, ``default`` if it is missing."""
+    if key not in config:
+        return default
+    return None if config[key] is None else real(config, key, 0.0)
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Returns the size of a head, which is even. Raises CheckpointError."""
+    default = size(config, "hidden_size") // size(config, "num_attention_heads")
+    dim = size(config, "head_dim", default)
+    if dim % 2:
+        raise CheckpointError(f"head_dim must be even, got {dim}")
+    return dim

@@ -1,0 +1,124 @@
+"""Gemma 2: norms before and after each part of a layer, capped scores and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+from jaxserve.checkpoint.mapping import Rule
+from jaxserve.models.blocks import Attention, GatedMLP, Hidden, Layer, LayerContext, RMSNorm
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.config_values import optional_real, real, size
+from jaxserve.models.hf_config import activation, settle, shared_fields
+from jaxserve.models.llama import PREFIX, LlamaForCausalLM
+from jaxserve.models.spec import ModelSpec
+from jaxserve.ops.attention import KVCache
+
+GemmaNorm = partial(RMSNorm, offset=1.0)
+"""An RMS norm whose checkpoints store the weight minus 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma2Spec(ModelSpec):
+    """The shape of a Gemma 2.
+
+    Attributes:
+      activation: a key of `ops.elementwise.ACTIVATIONS`.
+      attention_scale: multiplies the scores.
+      attention_cap: see ``soft_cap`` of `ops.attention.AttendFn`.
+      logit_cap: bounds the logits in the same way; None: no cap.
+      has_qk_norm: normalises the queries and keys of each head, as Gemma 3 does.
+    """
+
+    intermediate_size: int
+    activation: str
+    attention_scale: float
+    attention_cap: float | None
+    logit_cap: float | None
+    has_qk_norm: bool = False
+
+
+class Gemma2Layer(Layer):
+    """Attention, then MLP; each is normalised before and after, and added to the stream."""
+
+    def __init__(self, spec: Gemma2Spec) -> None:
+        norm = partial(GemmaNorm, spec.hidden_size, spec.norm_eps)
+        self.attention_norm, self.attention_out_norm = norm(), norm()
+        self.attention = Attention(
+            spec,
+            scale=spec.attention_scale,
+            soft_cap=spec.attention_cap,
+            qk_norm=GemmaNorm if spec.has_qk_norm else None,
+        )
+        self.mlp_norm, self.mlp_out_norm = norm(), norm()
+        self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, spec.activation)
+
+    def __call__(self, x: Hidden, kv: KVCache, step: LayerContext) -> tuple[Hidden, KVCache]:
+        """Returns the residual stream [T, D] and the cache; see `Layer`."""
+        with jax.named_scope("attention"):
+            out, kv = self.attention(self.attention_norm(x), kv, step)
+            x = x + self.attention_out_norm(out)
+        with jax.named_scope("mlp"):
+            x = x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
+        return x, kv
+
+
+class Gemma2ForCausalLM(CausalLM):
+    """The output head is the embedding, whose vectors are scaled by ``sqrt(D)`` as inputs."""
+
+    LAYER = Gemma2Layer
+    spec: Gemma2Spec
+    RULES = (
+        *(r for r in LlamaForCausalLM.RULES if "post_attention_layernorm" not in r.name),
+        Rule(PREFIX + "post_attention_layernorm.weight", "layers.*.attention_out_norm.weight"),
+        Rule(PREFIX + "pre_feedforward_layernorm.weight", "layers.*.mlp_norm.weight"),
+        Rule(PREFIX + "post_feedforward_layernorm.weight", "layers.*.mlp_out_norm.weight"),
+    )
+    IGNORED = LlamaForCausalLM.IGNORED
+    COPIES_OF_TIED = LlamaForCausalLM.COPIES_OF_TIED
+
+    @classmethod
+    def read_spec(cls, config: Mapping[str, Any]) -> Gemma2Spec:
+        """See `CausalLM.read_spec`. Windows are in the layers 0, 2, 4, ... unless listed."""
+        config = settle(config, defaults={"sliding_window": 4096, "tie_word_embeddings": True})
+        kinds = ["sliding_attention", "full_attention"]
+        count = size(config, "num_hidden_layers")
+        config.setdefault("layer_types", [kinds[i % 2] for i in range(count)])
+        return Gemma2Spec(**shared_fields(config), **gemma_fields(config, (50.0, 30.0)))
+
+    def final_norm(self, spec: ModelSpec) -> RMSNorm:
+        """See `CausalLM.final_norm`."""
+        return GemmaNorm(spec.hidden_size, spec.norm_eps)
+
+    def embedded(self, tokens: Int32[Array, " tokens"]) -> Hidden:
+        """See `CausalLM.embedded`."""
+        x = self.embed(tokens)
+        # transformers rounds the factor to the dtype of the weights, too.
+        return x * jnp.asarray(self.spec.hidden_size**0.5, x.dtype)
+
+    def logits(self, hidden: Hidden) -> Float32[Array, "tokens vocab"]:
+        """See `CausalLM.logits`."""
+        logits, cap = super().logits(hidden), self.spec.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def gemma_fields(
+    config: Mapping[str, Any], caps: tuple[float | None, float | None] = (None, None)
+) -> dict[str, Any]:
+    """Reads the fields of `Gemma2Spec` from a settled config.json.
+
+    ``caps`` are the caps of scores and of logits for a file without these keys.
+    """
+    return {
+        "intermediate_size": size(config, "intermediate_size"),
+        "activation": activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        "attention_scale": real(config, "query_pre_attn_scalar", 256) ** -0.5,
+        "attention_cap": optional_real(config, "attn_logit_softcapping", caps[0]),
+        "logit_cap": optional_real(config, "final_logit_softcapping", caps[1]),
+    }

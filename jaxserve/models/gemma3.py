@@ -1,0 +1,54 @@
+"""Gemma 3 for text: Gemma 2 with norms on queries and keys, and two rotations instead of caps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.checkpoint.mapping import Rule
+from jaxserve.models.config_values import real, size
+from jaxserve.models.gemma2 import Gemma2ForCausalLM, Gemma2Spec, gemma_fields
+from jaxserve.models.hf_config import settle, shared_fields, windows
+from jaxserve.models.llama import PREFIX
+from jaxserve.models.rope_config import rope
+from jaxserve.models.spec import LayerSpec
+from jaxserve.ops.rope import Rope
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """Five of six layers have a window and a rotation of their own."""
+
+    RULES = (
+        *Gemma2ForCausalLM.RULES,
+        Rule(PREFIX + "self_attn.q_norm.weight", "layers.*.attention.q_norm.weight"),
+        Rule(PREFIX + "self_attn.k_norm.weight", "layers.*.attention.k_norm.weight"),
+    )
+
+    @classmethod
+    def read_spec(cls, config: Mapping[str, Any]) -> Gemma2Spec:
+        """See `CausalLM.read_spec`.
+
+        ``max_position_embeddings`` is the context after the scaling of the rotation.
+        """
+        config = settle(config, defaults={"sliding_window": 4096, "tie_word_embeddings": True})
+        period = size(config, "sliding_window_pattern", 6)
+        kinds = [
+            "full_attention" if (i + 1) % period == 0 else "sliding_attention"
+            for i in range(size(config, "num_hidden_layers"))
+        ]
+        config.setdefault("layer_types", kinds)
+        local = _rotation(config, "sliding_attention", "rope_local_base_freq", 1e4)
+        full = _rotation(config, "full_attention", "rope_theta", 1e6)
+        layers = [LayerSpec(w, full if w is None else local) for w in windows(config)]
+        fields = shared_fields(config, layers)
+        fields["context_length"] = size(config, "max_position_embeddings")
+        return Gemma2Spec(**fields, **gemma_fields(config), has_qk_norm=True)
+
+
+def _rotation(config: Mapping[str, Any], kind: str, theta_key: str, theta: float) -> Rope:
+    """Reads the rotation of one kind of layer, from files of transformers 5 and older ones."""
+    nested = (config.get("rope_parameters") or {}).get(kind) or {}
+    old = (config.get("rope_scaling") or {}) if kind == "full_attention" else {}
+    given = {**old, **nested}
+    given["rope_theta"] = real(given, "rope_theta", real(config, theta_key, theta))
+    return rope(given, config)

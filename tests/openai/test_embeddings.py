@@ -68,18 +68,21 @@ async def test_accepts_every_form_of_input(text_engine) -> None:
 
 
 async def test_vectors_are_in_the_order_of_the_prompts(text_engine) -> None:
-    engine, second_started = text_engine.engine, asyncio.Event()
+    engine, second_came, arrived = text_engine.engine, asyncio.Event(), []
     generate = engine.generate
 
-    async def generate_in_reverse(prompt, *args, **options):
-        if prompt == [1]:
-            await second_started.wait()
-        async for output in generate(prompt, *args, **options):
-            second_started.set()
+    async def generate_in_reverse(submit):
+        async for output in generate(submit):
+            if submit.prompt_token_ids == [1]:
+                await second_came.wait()
+            arrived.append(submit.prompt_token_ids)
+            second_came.set()
             yield output
 
     engine.generate = generate_in_reverse
-    reply = await embed(text_engine, [[1], [2, 2]], normalize=False)
+    async with asyncio.timeout(30):
+        reply = await embed(text_engine, [[1], [2, 2]], normalize=False)
+    assert arrived == [[2, 2], [1]]
     assert [data["embedding"][2] for data in reply["data"]] == [1.0, 2.0]
 
 

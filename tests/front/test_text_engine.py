@@ -52,34 +52,31 @@ async def test_the_end_token_is_counted_but_not_shown() -> None:
 
 @pytest.mark.parametrize("tokens_per_output", [1, 2, 7])
 @pytest.mark.parametrize(
-    ("params", "text", "stop_reason"),
+    ("params", "text", "num_tokens", "stop_reason"),
     [
-        (SamplingParams(temperature=0, stop=("in the",)), "hello ", "in the"),
-        (SamplingParams(temperature=0, stop=("n th", "lo i")), "hel", "lo i"),
-        (
-            SamplingParams(temperature=0, stop=("in",), include_stop_str_in_output=True),
-            "hello in",
-            "in",
-        ),
-        (SamplingParams(temperature=0, stop=("in!",)), "hello in the world", None),
-        (SamplingParams(temperature=0, stop_token_ids=(267,)), "hello in", 267),
-        (
-            SamplingParams(temperature=0, stop=("hello", "world"), min_tokens=2),
-            "hello in the ",
-            "world",
-        ),
+        ({"stop": ("in the",)}, "hello ", 4, "in the"),
+        ({"stop": ("n th", "lo i")}, "hel", 3, "lo i"),
+        ({"stop": ("in",), "include_stop_str_in_output": True}, "hello in", 3, "in"),
+        ({"stop": ("in!",)}, "hello in the world", 6, None),
+        ({"stop_token_ids": (267,)}, "hello in", 4, 267),
+        ({"stop": ("hello", "world"), "min_tokens": 2}, "hello in the ", 5, "world"),
     ],
 )
 async def test_stop_strings_and_stop_ids_end_the_text(
-    params, text, stop_reason, tokens_per_output
+    params, text, num_tokens, stop_reason, tokens_per_output
 ) -> None:
+    """The tokens are "hello", " ", "in", " the", " world" and the end token."""
     text_engine = scripted_text_engine("hello in the world", tokens_per_output=tokens_per_output)
-    got, last = await complete(text_engine, params)
-    assert got == text
+    request = make_request([[1, 2, 3]], SamplingParams(temperature=0, **params))
+    *deltas, last = await collect(text_engine.generate(request))
+    assert "".join(d.text for d in [*deltas, last]) == text
+    assert sum(len(d.token_ids) for d in [*deltas, last]) == num_tokens
+    assert [d.finish_reason for d in deltas] == [None] * len(deltas)
     assert (last.finish_reason, last.stop_reason) == ("stop", stop_reason)
     # A stop string aborts the request in the engine, unless the engine has ended it already.
-    ended_early = isinstance(stop_reason, str) and tokens_per_output == 1
-    assert len(text_engine.engine.aborted) == ended_early or tokens_per_output > 1
+    num_sent = -(-num_tokens // tokens_per_output) * tokens_per_output
+    is_aborted = isinstance(stop_reason, str) and num_sent < 6
+    assert len(text_engine.engine.aborted) == is_aborted
 
 
 async def test_a_stop_string_in_the_last_token_outranks_the_length() -> None:

@@ -137,13 +137,12 @@ async def test_closing_the_stream_aborts_every_completion_at_once(n) -> None:
     assert text_engine.metrics.finished == {"abort": n}
 
 
-async def test_cancelling_a_reader_aborts_the_request() -> None:
+async def test_cancelling_a_reader_aborts_the_request(until) -> None:
     text_engine = scripted_text_engine("hello world")
     text_engine.engine.stall_after = 1
     params = SamplingParams(n=2, max_tokens=100)
     reader = asyncio.create_task(collect(text_engine.generate(make_request([[1]], params))))
-    while len(text_engine.engine.submitted) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(text_engine.engine.submitted) == 2)
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
     assert len(text_engine.engine.aborted) == 2

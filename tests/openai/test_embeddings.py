@@ -171,11 +171,10 @@ async def test_metrics_count_prompts_and_no_generated_tokens(text_engine) -> Non
         assert 0 <= metrics.by_request[name].sum < 60
 
 
-async def test_aborted_prompts_are_not_counted_as_computed(text_engine) -> None:
+async def test_aborted_prompts_are_not_counted_as_computed(text_engine, until) -> None:
     text_engine.engine.stall_after = 0
     task = asyncio.create_task(embed(text_engine, IDS))
-    while not text_engine.engine.submitted:
-        await asyncio.sleep(0)
+    await until(lambda: text_engine.engine.submitted)
     text_engine.abort(None)
     with pytest.raises(RequestFailedError):
         await task
@@ -184,22 +183,20 @@ async def test_aborted_prompts_are_not_counted_as_computed(text_engine) -> None:
     assert sum(text_engine.metrics.time_to_first_token.counts) == 0
 
 
-async def test_an_aborted_request_raises_an_error(text_engine) -> None:
+async def test_an_aborted_request_raises_an_error(text_engine, until) -> None:
     text_engine.engine.stall_after = 0
     task = asyncio.create_task(embed(text_engine, [IDS, IDS]))
-    while len(text_engine.engine.submitted) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(text_engine.engine.submitted) == 2)
     assert text_engine.abort(None) == 2
     with pytest.raises(RequestFailedError, match="aborted"):
         await task
     assert text_engine.num_in_flight == 0
 
 
-async def test_cancelling_the_caller_aborts_the_request(text_engine) -> None:
+async def test_cancelling_the_caller_aborts_the_request(text_engine, until) -> None:
     text_engine.engine.stall_after = 0
     task = asyncio.create_task(embed(text_engine, [IDS, IDS]))
-    while len(text_engine.engine.submitted) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(text_engine.engine.submitted) == 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -350,20 +350,15 @@ async def test_the_body_may_contain_the_request_id(make_client) -> None:
             assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-request-id"])
 
 
-async def test_abort_ends_requests_by_id(make_client, text_engine) -> None:
+async def test_abort_ends_requests_by_id(make_client, text_engine, until) -> None:
     text_engine.engine.stall_after = 1
     async with make_client() as client:
-        for selector in (
-            {"request_id": "abc"},
-            {"request_id": "cmpl-abc"},
-            {"abort_all": True},
-        ):
+        selectors = ({"request_id": "abc"}, {"request_id": "cmpl-abc"}, {"abort_all": True})
+        for i, selector in enumerate(selectors, 1):
             pending = asyncio.create_task(
                 client.post("/v1/completions", json=PROMPT | {"n": 2, "request_id": "abc"})
             )
-            while text_engine.num_in_flight < 2:
-                await asyncio.sleep(0)
-            await asyncio.sleep(0.01)
+            await until(lambda i=i: text_engine.metrics.generation_tokens == 2 * i)
             assert (await client.post("/abort", json={"request_id": "no"})).json() == {"aborted": 0}
             assert (await client.post("/abort", json=selector)).json() == {"aborted": 2}
             reply = (await pending).json()

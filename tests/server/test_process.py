@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -214,14 +213,9 @@ def metric(url: str, name: str) -> float:
     return float(re.search(rf"^vllm:{name}{{[^}}]*}} (\S+)$", page, re.M)[1])
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_a_client_that_disconnects_frees_the_engine(client: openai.OpenAI, url: str) -> None:
+def test_a_client_that_disconnects_frees_the_engine(
+    client: openai.OpenAI, url: str, wait_until
+) -> None:
     endless = {"max_tokens": 900, "n": 2}
     stream = client.chat.completions.create(**CHAT, **endless, stream=True)
     next(stream)
@@ -229,7 +223,7 @@ def test_a_client_that_disconnects_frees_the_engine(client: openai.OpenAI, url: 
     stream.close()
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.2).chat.completions.create(**CHAT, **endless)
-    until(lambda: metric(url, "num_requests_running") == 0)
+    wait_until(lambda: metric(url, "num_requests_running") == 0)
     assert metric(url, "kv_cache_usage_perc") == 0
 
 

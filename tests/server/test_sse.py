@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,19 +44,13 @@ class Client:
         self._incoming.put_nowait({"type": "http.disconnect"})
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)
-
-
 ENDLESS = {"prompt": "hello", "ignore_eos": True, "max_tokens": 200}
 
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stall_after", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_disconnect_aborts_the_request(n, stall_after, stream) -> None:
+async def test_a_disconnect_aborts_the_request(n, stall_after, stream, until) -> None:
     text_engine = scripted_text_engine("hello world")
     engine = text_engine.engine
     engine.stall_after = stall_after

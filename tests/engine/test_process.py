@@ -173,7 +173,7 @@ asyncio.run(main())
 def test_an_idle_engine_and_its_front_use_no_cpu():
     # In its own process, so that all threads of a front count, and threads of other tests do not.
     done = subprocess.run(
-        [sys.executable, "-c", IDLE_FRONT], capture_output=True, text=True, check=True
+        [sys.executable, "-c", IDLE_FRONT], capture_output=True, text=True, check=True, timeout=60
     )
     assert float(done.stdout) < 0.1
 

@@ -189,10 +189,10 @@ def test_terminating_the_context_ends_receive(folder):
     context = zmq.Context()
     receiver = RequestReceiver(context, folder.requests(0))
     received = []
-    thread = threading.Thread(target=lambda: received.append(receiver.receive()))
+    thread = threading.Thread(target=lambda: received.append(receiver.receive()), daemon=True)
     thread.start()
     context.term()
-    thread.join()
+    thread.join(TIMEOUT_S)
     assert received == [None]
 
 

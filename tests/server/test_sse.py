@@ -59,7 +59,7 @@ async def test_a_disconnect_aborts_the_request(n, stall_after, stream, until) ->
     serving = asyncio.create_task(app(client.scope, client.receive, client.send))
     await until(lambda: len(engine.submitted) == n)
     if stream and stall_after:
-        await client.got_body.wait()
+        await until(client.got_body.is_set)
     client.disconnect()
     await asyncio.wait_for(serving, 10)
     assert len(engine.aborted) == n
@@ -68,7 +68,7 @@ async def test_a_disconnect_aborts_the_request(n, stall_after, stream, until) ->
     assert not any(b"[DONE]" in m.get("body", b"") for m in client.sent)
 
 
-async def test_a_disconnect_during_a_write_aborts_the_request() -> None:
+async def test_a_disconnect_during_a_write_aborts_the_request(until) -> None:
     text_engine = scripted_text_engine("hello world")
     client = Client(ENDLESS | {"stream": True})
     blocked = asyncio.Event()
@@ -80,19 +80,19 @@ async def test_a_disconnect_during_a_write_aborts_the_request() -> None:
 
     app = create_app(ServerState(text_engine))
     serving = asyncio.create_task(app(client.scope, client.receive, send))
-    await blocked.wait()
+    await until(blocked.is_set)
     client.disconnect()
     await asyncio.wait_for(serving, 10)
     assert len(text_engine.engine.aborted) == 1
 
 
-async def test_cancelling_the_application_aborts_the_request() -> None:
+async def test_cancelling_the_application_aborts_the_request(until) -> None:
     text_engine = scripted_text_engine("hello world")
     text_engine.engine.stall_after = 1
     client = Client(ENDLESS | {"stream": True})
     app = create_app(ServerState(text_engine))
     serving = asyncio.create_task(app(client.scope, client.receive, client.send))
-    await client.got_body.wait()
+    await until(client.got_body.is_set)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     assert len(text_engine.engine.aborted) == 1

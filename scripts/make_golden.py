@@ -47,6 +47,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+GEMMA = {
+    "num_hidden_layers": 7,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 CONFIGS = {
@@ -61,6 +71,11 @@ CONFIGS = {
     "qwen2": tiny("Qwen2", tie_word_embeddings=True),
     "qwen2-windows": tiny("Qwen2", **QWEN_WINDOWS),
     "qwen3": tiny("Qwen3", head_dim=32),
+    "gemma2": tiny("Gemma2", **GEMMA, attn_logit_softcapping=1.5, final_logit_softcapping=2.0),
+    "gemma2-plain": tiny("Gemma2", attn_logit_softcapping=None, final_logit_softcapping=None),
+    "gemma3": tiny(
+        "Gemma3", model_type="gemma3_text", rope_parameters=GEMMA3_ROPE, **GEMMA, head_dim=32
+    ),
 }
 # With dynamic scaling, `transformers` rotates all tokens of a call by the length at the end of the
 # call, so the tokens after the original length are passed one by one.

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,14 +189,15 @@ def build_slow(config, engine, on_progress):
     return fake_engine.build(dataclasses.replace(config, model=model), engine, on_progress)
 
 
-def test_an_interrupt_ends_a_call_and_not_the_engine(front_checkpoint: Path, monkeypatch) -> None:
+def test_an_interrupt_ends_a_call_and_not_the_engine(
+    front_checkpoint: Path, monkeypatch, wait_until
+) -> None:
     monkeypatch.setattr("jaxserve.llm.load_factory", lambda name: build_slow)
     with make(front_checkpoint) as llm:
         stats = llm._text_engine.engine.stats
 
         def interrupt() -> None:
-            while not llm._text_engine.engine.stats[0].num_running:
-                time.sleep(0.001)
+            wait_until(lambda: llm._text_engine.engine.stats[0].num_running)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -206,6 +206,28 @@ def test_decodes_from_json_and_omits_defaults() -> None:
     assert msgspec.json.encode(SamplingParams()) == b"{}"
 
 
+@pytest.mark.parametrize(
+    ("wire", "field"),
+    [
+        (b'{"n": 0}', "n"),
+        (b'{"top_p": 0}', "top_p"),
+        (b'{"seed": 9223372036854775808}', "seed"),
+        (b'{"stop": [""]}', "stop"),
+        (b'{"max_tokens": 5, "min_tokens": 6}', "min_tokens"),
+    ],
+)
+def test_decoding_rejects_a_bad_value_and_names_its_field(wire: bytes, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        msgspec.json.decode(wire, type=SamplingParams)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize("wire", [b'{"n": "1"}', b'{"top_p": null}', b'{"stop": "a"}', b"[]"])
+def test_decoding_rejects_a_value_of_another_type(wire: bytes) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(wire, type=SamplingParams)
+
+
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_within_logprobs_applies_the_limit_of_the_engine(field: str) -> None:
     def within(count: int, limit: int) -> int | None:

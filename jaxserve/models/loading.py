@@ -95,6 +95,18 @@ def load_params(
     return graphdef, traverse_util.unflatten_dict(arrays)
 
 
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Returns the name and shape of every tensor in a checkpoint of a model."""
+    model = build_model(spec, loop="unroll")
+    destinations = mapping.assign(model.RULES, _targets(model), num_layers=spec.num_layers)
+    return {
+        name: destination.shape[::-1]
+        if destination.transform is mapping.transpose
+        else destination.shape
+        for name, destination in destinations.items()
+    }
+
+
 def abstract_params(
     spec: ModelSpec, *, dtype: str, loop: Loop
 ) -> tuple[nnx.GraphDef[CausalLM], Params]:

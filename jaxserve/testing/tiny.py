@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,6 @@ CONFIG: dict[str, Any] = {
     "mlp_bias": False,
     "dtype": "float32",
 }
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-
-
 def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
     """Returns the contents of a config.json.
 
@@ -47,7 +40,7 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dic
     tokenizer = tiny_backend()
     config = {
         "architectures": [architecture],
-        "model_type": MODEL_TYPES[architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
         "bos_token_id": tokenizer.token_to_id(SPECIAL_TOKENS["bos_token"]),
         "eos_token_id": tokenizer.token_to_id(SPECIAL_TOKENS["eos_token"]),
         **CONFIG,
@@ -58,39 +51,16 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dic
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns the name and shape of every tensor of a model with this config.json."""
-    width, vocab = config["hidden_size"], config["vocab_size"]
-    kind, inner, head = config["model_type"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    biased = config["attention_bias"]
-    attention = {"q": (q, width), "k": (kv, width), "v": (kv, width), "o": (width, q)}
-    mlp = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for name, shape in attention.items():
-            shapes[f"{prefix}self_attn.{name}_proj.weight"] = shape
-            if biased or (kind == "qwen2" and name != "o"):
-                shapes[f"{prefix}self_attn.{name}_proj.bias"] = shape[:1]
-        if kind == "qwen3":
-            shapes[f"{prefix}self_attn.q_norm.weight"] = (head,)
-            shapes[f"{prefix}self_attn.k_norm.weight"] = (head,)
-        for name, shape in mlp.items():
-            shapes[f"{prefix}mlp.{name}_proj.weight"] = shape
-            if config["mlp_bias"]:
-                shapes[f"{prefix}mlp.{name}_proj.bias"] = shape[:1]
-        shapes[f"{prefix}input_layernorm.weight"] = (width,)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (width,)
-    shapes["model.norm.weight"] = (width,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (vocab, width)
-    return shapes
+    from jaxserve.models import loading, registry  # they import jax, which the front must not
+
+    return loading.tensor_shapes(registry.read_spec(config))
 
 
 def random_tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, np.ndarray]:
     """Returns random f32 weights, scaled so that activations are as large as in trained models."""
-    rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():
+        rng = np.random.default_rng((seed, zlib.crc32(name.encode())))
         values = rng.standard_normal(shape, np.float32)
         if name.endswith("norm.weight"):
             tensors[name] = 1 + 0.1 * values

@@ -55,7 +55,7 @@ class PiecewiseServer:
                 assert was_read.wait(60)
 
 
-def test_events_are_counted_once_when_split_between_reads() -> None:
+def test_events_are_counted_once_when_split_between_reads(wait_until) -> None:
     server = PiecewiseServer(
         b"HTTP/1.1 200 OK\r\n\r\ndata: 1\n", b"\ndata: 2\n\ndata: 3\n\n", b"data: 4\n"
     )
@@ -63,8 +63,12 @@ def test_events_are_counted_once_when_split_between_reads() -> None:
         streams.read(until_all_began=True)
         assert streams.num_events == 0
         server.mark_read(0)
-        while streams.num_events < 3:
+
+        def has_read_three_events() -> bool:
             streams.read(seconds=0.01)
+            return streams.num_events >= 3
+
+        wait_until(has_read_three_events)
         server.mark_read(1)
         streams.read(seconds=0.05)
         assert streams.num_events == 3

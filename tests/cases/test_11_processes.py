@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 FAKE = ("--engine-factory", "jaxserve.testing.fake_engine:build")
 MODEL = "fake:vocab=272,step_s=0.01"
 TIMEOUT_S = 60
+SOFT_FILES = 256
 BODY = {"prompt": "hello", "ignore_eos": True}
 ENDLESS = {**BODY, "max_tokens": 1000}
 
@@ -134,7 +135,7 @@ def open_stream(stack, url):
     return lines
 
 
-def test_js_168_the_death_of_the_engine_fails_its_requests(folder, tmp_path) -> None:
+def test_js_168_the_death_of_the_engine_fails_its_requests(folder, tmp_path, wait_until) -> None:
     with program(MODEL, "--port", 0, *FAKE, cwd=folder, TMPDIR=str(tmp_path)) as server:
         url = server.url
         front, engine = server.processes()
@@ -147,8 +148,7 @@ def test_js_168_the_death_of_the_engine_fails_its_requests(folder, tmp_path) -> 
                 )
             )
             client_thread.start()
-            while httpx.get(f"{url}/load").json() != {"server_load": 3}:
-                pass
+            wait_until(lambda: httpx.get(f"{url}/load").json() == {"server_load": 3})
             engine.kill()
             killed_at = time.monotonic()
             for stream in streams:
@@ -238,7 +238,7 @@ def test_js_174_a_signal_during_the_start_stops_the_server(
 
 
 def test_js_174_a_signal_during_the_first_compilation_stops_the_server(
-    random_checkpoint, tmp_path
+    random_checkpoint, tmp_path, wait_until
 ) -> None:
     flags = ("--model", random_checkpoint, "--port", 0, "--no-warmup", "--shutdown-timeout", 0.2)
     with program(*flags, "--compilation-cache-dir", "", TMPDIR=str(tmp_path)) as server:
@@ -249,8 +249,7 @@ def test_js_174_a_signal_during_the_first_compilation_stops_the_server(
                 target=lambda: client.post(url + COMPLETIONS, json=BODY)
             )
             client_thread.start()
-            while httpx.get(f"{url}/load").json() != {"server_load": 1}:
-                pass
+            wait_until(lambda: httpx.get(f"{url}/load").json() == {"server_load": 1})
             server.process.send_signal(signal.SIGTERM)
             assert server.wait() == 0
             client_thread.join()
@@ -303,7 +302,7 @@ def constrained_server(folder, tmp_path_factory):
     long_folder.mkdir(parents=True)
     (long_folder / "model").symlink_to(folder / MODEL)
     flags = ("--model", long_folder / "model", "--port", 0, *FAKE)
-    with program(*flags, soft_files=256, TMPDIR=str(temporary)) as server:
+    with program(*flags, soft_files=SOFT_FILES, TMPDIR=str(temporary)) as server:
         yield server
 
 
@@ -332,7 +331,9 @@ def test_js_177_socket_paths_are_short_and_private(tmp_path, monkeypatch, name) 
     assert not Path(folder.path).exists()
 
 
-async def test_js_178_connections_may_exceed_the_soft_limit_of_files(constrained_server) -> None:
+async def test_js_178_connections_may_exceed_the_soft_limit_of_files(
+    constrained_server, until
+) -> None:
     url = httpx.URL(constrained_server.url)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
@@ -341,17 +342,14 @@ async def test_js_178_connections_may_exceed_the_soft_limit_of_files(constrained
         f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         f"Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
     ).encode()
-    before = [process.num_fds() for process in constrained_server.processes()]
-    all_connected = asyncio.Event()
-    num_connected = 0
+    front, engine = constrained_server.processes()
+    before = (front.num_fds(), engine.num_fds())
+    assert before[0] < SOFT_FILES < 600
+    all_open = asyncio.Event()
 
     async def stream():
-        nonlocal num_connected
         reader, writer = await asyncio.open_connection(url.host, url.port)
-        num_connected += 1
-        if num_connected == 600:
-            all_connected.set()
-        await all_connected.wait()
+        await all_open.wait()
         writer.write(head + raw)
         reply = await reader.read()
         writer.close()
@@ -359,12 +357,15 @@ async def test_js_178_connections_may_exceed_the_soft_limit_of_files(constrained
 
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            replies = await asyncio.gather(*(stream() for _ in range(600)))
+            streams = [asyncio.create_task(stream()) for _ in range(600)]
+            # The front holds all connections at once, and none of them can end before that.
+            await until(lambda: front.num_fds() >= before[0] + 600)
+            all_open.set()
+            replies = await asyncio.gather(*streams)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     for reply in replies:
         assert reply.startswith(b"HTTP/1.1 200 ")
         assert b"data: [DONE]" in reply
-    front, engine = constrained_server.processes()
     assert engine.num_fds() <= before[1] + 4
-    assert front.is_running()
+    await until(lambda: front.num_fds() <= before[0] + 4)

@@ -182,7 +182,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def run_to_half(batch: Batch, tmp_path: Path) -> Callable[..., Any]:
+def run_to_half(batch: Batch, tmp_path: Path, wait_until) -> Callable[..., Any]:
     """``with run_to_half() as process``: runs 200 lines, of which half are done on entry."""
     (tmp_path / "slow_run.py").write_text(SLOW)
     batch.write(*(request(f"r{i}", prompt=f"hello {i}", max_tokens=12) for i in range(200)))
@@ -196,9 +196,13 @@ def run_to_half(batch: Batch, tmp_path: Path) -> Callable[..., Any]:
             stderr=subprocess.PIPE,
             text=True,
         )
+
+        def has_half() -> bool:
+            assert process.poll() is None
+            return batch.output.exists() and batch.output.read_bytes().count(b"\n") >= 100
+
         try:
-            while not batch.output.exists() or batch.output.read_bytes().count(b"\n") < 100:
-                assert process.poll() is None
+            wait_until(has_half)
             yield process
         finally:
             process.kill()
@@ -261,13 +265,12 @@ def test_js_233_a_run_whose_engine_died_can_be_resumed(batch: Batch, run_to_half
     assert_resumes(batch, capsys)
 
 
-def test_js_233_a_killed_run_can_be_resumed(batch: Batch, run_to_half, capsys) -> None:
+def test_js_233_a_killed_run_can_be_resumed(batch: Batch, run_to_half, capsys, wait_until) -> None:
     with run_to_half() as process:
         (engine,) = children(process.pid)
         process.kill()
         process.wait()
-    while is_alive(engine):
-        os.sched_yield()
+    wait_until(lambda: not is_alive(engine))
     if not batch.output.read_bytes().endswith(b"\n"):
         batch.output.write_bytes(batch.output.read_bytes().rpartition(b"\n")[0] + b"\n")
     assert_resumes(batch, capsys)

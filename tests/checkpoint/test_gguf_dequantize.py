@@ -95,6 +95,14 @@ def q6_k(block: bytes) -> list[float]:
     return values
 
 
+# The values that the 16 codes of iq4_nl stand for.
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def iq4_nl(block: bytes) -> list[float]:
+    return [half(block, 0) * IQ4_VALUES[nibble(block[2:], i)] for i in range(32)]
+
+
 # For each kind: a function that unpacks one block, and the offsets of its float16 numbers.
 REFERENCES = {
     Kind.Q4_0: (q4_0, [0]),
@@ -105,25 +113,35 @@ REFERENCES = {
     Kind.Q4_K: (q4_k, [0, 2]),
     Kind.Q5_K: (q5_k, [0, 2]),
     Kind.Q6_K: (q6_k, [208]),
+    Kind.IQ4_NL: (iq4_nl, [0]),
 }
+
+
+ROWS, BLOCKS_IN_ROW = 7, 3
+
+
+def random_blocks(kind: Kind, halves: list[int]) -> np.ndarray:
+    """Returns rows of random bytes, with finite float16 numbers at these offsets of each block."""
+    rng = np.random.default_rng(int(kind))
+    _, size = GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (ROWS * BLOCKS_IN_ROW, size), dtype=np.uint8)
+    for at in halves:
+        numbers = rng.standard_normal(len(blocks)).astype(np.float16)
+        blocks[:, at : at + 2] = numbers[:, None].view(np.uint8)
+    return blocks.reshape(ROWS, -1)
 
 
 @pytest.mark.parametrize("kind", REFERENCES, ids=lambda kind: kind.name)
 def test_dequantizes_random_blocks(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(int(kind))
     unpack, halves = REFERENCES[kind]
-    elements, size = GGML_QUANT_SIZES[kind]
-    rows, blocks_in_row = 7, 3
-    blocks = rng.integers(0, 256, (rows * blocks_in_row, size), dtype=np.uint8)
-    for at in halves:
-        numbers = rng.standard_normal(len(blocks)).astype(np.float16)
-        blocks[:, at : at + 2] = numbers[:, None].view(np.uint8)
-    data = blocks.reshape(rows, -1)
-    expected = np.array([unpack(block.tobytes()) for block in blocks]).reshape(rows, -1)
+    elements, _ = GGML_QUANT_SIZES[kind]
+    data = random_blocks(kind, halves)
+    blocks = data.reshape(ROWS * BLOCKS_IN_ROW, -1)
+    expected = np.array([unpack(block.tobytes()) for block in blocks]).reshape(ROWS, -1)
     monkeypatch.setattr(gguf_dequantize, "CHUNK_ELEMENTS", 4 * elements)  # a last chunk of one
     values = dequantize(data, kind)
     assert values.dtype == output_dtype(kind) == np.float32
-    assert values.shape == (rows, blocks_in_row * elements)
+    assert values.shape == (ROWS, BLOCKS_IN_ROW * elements)
     np.testing.assert_allclose(values, expected, rtol=2e-6, atol=1e-5)
 
 
@@ -146,13 +164,26 @@ def test_unquantised_types_are_views() -> None:
         np.testing.assert_array_equal(result, stored)
     stored = quants.quantize(values, Kind.BF16)
     result = dequantize(stored, Kind.BF16)
+    assert result.dtype == ml_dtypes.bfloat16
+    assert np.shares_memory(result, stored)
     np.testing.assert_array_equal(result, values.astype(ml_dtypes.bfloat16))
 
 
-def test_dequantizes_types_that_need_lookup_tables() -> None:
-    elements, size = GGML_QUANT_SIZES[Kind.IQ2_XXS]
-    data = np.zeros((2, size), np.uint8)
-    assert dequantize(data, Kind.IQ2_XXS).shape == (2, elements)
+@pytest.mark.parametrize(
+    "kind",
+    [Kind.IQ1_S, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ4_XS],
+    ids=lambda kind: kind.name,
+)
+def test_dequantizes_types_with_lookup_tables_like_the_package(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = random_blocks(kind, [0])
+    elements, _ = GGML_QUANT_SIZES[kind]
+    monkeypatch.setattr(gguf_dequantize, "CHUNK_ELEMENTS", 4 * elements)
+    values = dequantize(data, kind)  # before the package has a reason to load its table
+    assert values.dtype == np.float32
+    assert len(np.unique(values)) > elements / 4
+    np.testing.assert_array_equal(values, quants.dequantize(data, kind))
 
 
 def test_rejects_types_that_cannot_be_dequantized() -> None:

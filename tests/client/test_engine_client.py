@@ -90,16 +90,6 @@ def expect(client, prompt, params):
     return expected_tokens(prompt, params, FakeModel(), context_length=client.ready.max_model_len)
 
 
-async def until(client, condition):
-    """Waits until ``condition()``, checking it after every event of an engine."""
-    received = asyncio.Event()
-    client.on_outputs = lambda _: received.set()
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            received.clear()
-            await received.wait()
-
-
 def requests_held(client):
     return [(s.num_running + s.num_waiting) for s in client.stats.values()]
 
@@ -167,16 +157,16 @@ async def test_the_last_output_has_the_finish_reason(start):
     assert [len(entry.token_ids) for entry in logprobs] == [4, 4]
 
 
-async def test_requests_go_to_the_engine_with_the_smallest_score(start):
+async def test_requests_go_to_the_engine_with_the_smallest_score(start, until):
     client = await start(SLOW, num_engines=2, max_num_seqs=2)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(collect(client, request_id=f"r{i}")) for i in range(3)]
-        await until(client, lambda: sorted(requests_held(client)) == [1, 2])
+        await until(lambda: sorted(requests_held(client)) == [1, 2])
         tasks += [group.create_task(collect(client, request_id="r3"))]
-        await until(client, lambda: requests_held(client) == [2, 2])
+        await until(lambda: requests_held(client) == [2, 2])
         # Both engines are full: new requests wait, and are spread evenly.
         tasks += [group.create_task(collect(client, request_id=f"r{i}")) for i in range(4, 10)]
-        await until(client, lambda: requests_held(client) == [5, 5])
+        await until(lambda: requests_held(client) == [5, 5])
         assert {(s.num_running, s.num_waiting) for s in client.stats.values()} == {(2, 3)}
         for task in tasks:
             task.cancel()
@@ -193,7 +183,7 @@ async def test_finished_requests_do_not_count(start):
 
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
-async def test_leaving_a_stream_frees_its_row_and_blocks(start, how):
+async def test_leaving_a_stream_frees_its_row_and_blocks(start, how, until):
     client = await start(SLOW)
     if how == "close":
         async with generate(client) as outputs:
@@ -206,18 +196,18 @@ async def test_leaving_a_stream_frees_its_row_and_blocks(start, how):
             await task
     assert client.num_in_flight == 0
     # An engine that becomes idle reports it at once, not with the next heartbeat.
-    await until(client, lambda: requests_held(client) == [0] and client.stats[0].kv_usage == 0)
+    await until(lambda: requests_held(client) == [0] and client.stats[0].kv_usage == 0)
     assert client.stats[0].total_generation_tokens < ENDLESS.max_tokens
     params = SamplingParams(max_tokens=5, seed=3)
     assert await collect(client, params=params) == expect(client, (1, 2, 3), params)
 
 
-async def test_a_slow_reader_gets_the_rest_at_once(start):
+async def test_a_slow_reader_gets_the_rest_at_once(start, until):
     client = await start()
     params = SamplingParams(max_tokens=500, seed=2, logprobs=0)
     async with generate(client, params=params) as outputs:
         got = [await anext(outputs)]
-        await until(client, lambda: client.stats[0].total_generation_tokens == 500)
+        await until(lambda: client.stats[0].total_generation_tokens == 500)
         got += [output async for output in outputs]
     assert len(got) == 2
     tokens = got[0].token_ids + got[1].token_ids
@@ -331,7 +321,8 @@ async def test_a_cancelled_start_leaves_no_process(factory, engines):
             on_progress=lambda _: loading.set(),
         )
     )
-    await loading.wait()
+    async with asyncio.timeout(TIMEOUT_S):
+        await loading.wait()
     assert len(engines()) == 2
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -349,23 +340,24 @@ async def test_progress_is_reported(start):
     assert [ready.engine for ready in client.engines.values()] == [0, 1]
 
 
-async def test_health_fails_if_an_engine_with_requests_is_stuck(start, engines):
+async def test_health_fails_if_an_engine_with_requests_is_stuck(start, engines, until):
     client = await start(SLOW, stuck_after_s=0.5)
     (engine,) = engines()
     (stream,) = await start_streams(client, 1)
     engine.suspend()
-    while is_healthy(client):
-        await asyncio.sleep(0.01)
+    await until(lambda: not is_healthy(client))
     with pytest.raises(
         EngineDeadError, match=rf"engine 0 \(pid {engine.pid}\) is stuck: .*in flight: 1"
     ):
         client.check_health()
     engine.resume()
-    await until(client, lambda: is_healthy(client))
+    await until(lambda: is_healthy(client))
     stream.cancel()
 
 
-async def test_health_fails_if_an_engine_is_stuck_after_its_requests_were_aborted(start, engines):
+async def test_health_fails_if_an_engine_is_stuck_after_its_requests_were_aborted(
+    start, engines, until
+):
     client = await start(SLOW, stuck_after_s=0.5)
     (engine,) = engines()
     stream = client.generate(Submit("a", [1], ENDLESS))
@@ -373,10 +365,9 @@ async def test_health_fails_if_an_engine_is_stuck_after_its_requests_were_aborte
     engine.suspend()
     await stream.aclose()
     assert client.num_in_flight == 0
-    while is_healthy(client):
-        await asyncio.sleep(0.01)
+    await until(lambda: not is_healthy(client))
     engine.resume()
-    await until(client, lambda: is_healthy(client))
+    await until(lambda: is_healthy(client))
 
 
 async def test_a_request_that_cannot_be_sent_is_not_in_flight(start):
@@ -397,7 +388,7 @@ async def test_drain_waits_for_the_end_of_every_request(start):
     await client.drain(timeout_s=60)
 
 
-async def test_drain_aborts_requests_that_take_too_long(start):
+async def test_drain_aborts_requests_that_take_too_long(start, until):
     client = await start(SLOW)
     async with generate(client) as outputs:
         await anext(outputs)
@@ -405,7 +396,7 @@ async def test_drain_aborts_requests_that_take_too_long(start):
         assert client.num_in_flight == 0
         rest = [output async for output in outputs]
     assert [output.finish_reason for output in rest] == [FinishReason.ABORT]
-    await until(client, lambda: requests_held(client) == [0] and client.stats[0].kv_usage == 0)
+    await until(lambda: requests_held(client) == [0] and client.stats[0].kv_usage == 0)
 
 
 async def test_close_fails_requests_in_flight_and_removes_processes_and_folder(start, engines):

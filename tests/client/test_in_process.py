@@ -129,13 +129,11 @@ async def test_rejects_an_id_in_use(start) -> None:
     await first.aclose()
 
 
-async def test_a_slow_reader_gets_pending_outputs_as_one(start) -> None:
+async def test_a_slow_reader_gets_pending_outputs_as_one(start, until) -> None:
     engine = await start()
     outputs = generate(engine, [7], max_tokens=50)
     tokens = list((await anext(outputs)).token_ids)
-    async with asyncio.timeout(20):
-        while engine.stats[0].total_generation_tokens < 50:
-            await asyncio.sleep(0.005)
+    await until(lambda: engine.stats[0].total_generation_tokens >= 50)
     rest = [output async for output in outputs]
     assert len(rest) <= 1  # none if all arrived before the first read
     for output in rest:
@@ -157,12 +155,10 @@ async def test_a_failing_step_fails_every_request(start) -> None:
         await read(generate(engine, [1], "later"))
 
 
-async def test_closing_fails_requests_in_flight(start) -> None:
+async def test_closing_fails_requests_in_flight(start, until) -> None:
     engine = await start(config("fake:step_s=0.001"))
     reading = asyncio.create_task(read(generate(engine, [1], max_tokens=900)))
-    async with asyncio.timeout(20):
-        while not engine.stats[0].num_running:
-            await asyncio.sleep(0.005)
+    await until(lambda: engine.stats[0].num_running)
     await engine.close()
     with pytest.raises(EngineDeadError, match="closed"):
         await reading

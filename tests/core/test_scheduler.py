@@ -191,13 +191,30 @@ class TestAdmission:
         assert shape(plan) == [("a", 4, 1, True)]
 
     def test_a_chunked_prompt_keeps_the_blocks_for_its_later_chunks(self):
-        scheduler = make_scheduler(num_blocks=8 + 1, max_num_batched_tokens=8)
-        add(scheduler, "a", num_prompt_tokens=24)
-        add(scheduler, "b", num_prompt_tokens=12)
-        for _ in range(3):
+        scheduler = make_scheduler(
+            num_blocks=8 + 1, max_num_seqs=2, max_num_batched_tokens=4, policy="priority"
+        )
+        add(scheduler, "b", num_prompt_tokens=4, priority=1)
+        update(scheduler, scheduler.schedule(0.0))
+        add(scheduler, "a", num_prompt_tokens=24, priority=0)
+        shapes = []
+        for _ in range(8):
             plan = scheduler.schedule(0.0)
-            assert [p.request_id for p in plan.scheduled] == ["a"]
+            shapes.append(shape(plan))
             update(scheduler, plan)
+        # b has two blocks and a the other six, all of them from its first chunk on. When b needs a
+        # third block, a has used four of its own.
+        assert shapes == [
+            [("b", 4, 1, True), ("a", 0, 3, False)],
+            [("b", 5, 1, True), ("a", 3, 3, False)],
+            [("b", 6, 1, True), ("a", 6, 3, False)],
+            [("b", 7, 1, True), ("a", 9, 3, False)],
+            [("a", 12, 4, False)],
+            [("a", 16, 4, False)],
+            [("a", 20, 4, True)],
+            [("a", 24, 1, True)],
+        ]
+        assert scheduler.stats().total_preemptions == 1
 
     @pytest.mark.parametrize(
         ("num_prompt_tokens", "max_tokens", "param"),

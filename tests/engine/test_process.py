@@ -6,7 +6,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -90,13 +89,12 @@ def assert_engines_exit(engines):
         assert select.select([engine], [], [], 20)[0], f"engine {pid} outlived its front"
 
 
-def test_no_engine_outlives_a_killed_front(front):
+def test_no_engine_outlives_a_killed_front(front, wait_until):
     front, engines = front
     # A stopped process cannot notice that its input has ended.
     stopped = psutil.Process(next(iter(engines)))
     stopped.suspend()
-    while stopped.status() != psutil.STATUS_STOPPED:
-        time.sleep(0.001)
+    wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED)
     front.kill()
     assert_engines_exit(engines)
 
@@ -175,7 +173,7 @@ asyncio.run(main())
 def test_an_idle_engine_and_its_front_use_no_cpu():
     # In its own process, so that all threads of a front count, and threads of other tests do not.
     done = subprocess.run(
-        [sys.executable, "-c", IDLE_FRONT], capture_output=True, text=True, check=True
+        [sys.executable, "-c", IDLE_FRONT], capture_output=True, text=True, check=True, timeout=60
     )
     assert float(done.stdout) < 0.1
 

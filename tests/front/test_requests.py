@@ -21,7 +21,7 @@ def test_a_greedy_completion_has_no_filters() -> None:
     params = SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.1)
     (task,) = tasks_of(params=params)
     sent = task.submit.params
-    assert (sent.top_p, sent.top_k, sent.min_p) == (1.0, 0, 0.0)
+    assert (sent.temperature, sent.top_p, sent.top_k, sent.min_p) == (0, 1.0, 0, 0.0)
     assert task.params.top_k == 3
 
 
@@ -31,15 +31,27 @@ def test_a_low_temperature_is_raised_and_top_k_minus_one_becomes_zero() -> None:
     assert (sent.temperature, sent.top_p, sent.top_k) == (TEMPERATURES[0], 0.5, 0)
 
 
+def test_filters_of_a_random_completion_are_sent() -> None:
+    params = SamplingParams(temperature=0.7, top_k=9, min_p=0.2)
+    sent = tasks_of(params=params)[0].submit.params
+    assert (sent.temperature, sent.top_p, sent.top_k, sent.min_p) == (0.7, 1.0, 9, 0.2)
+
+
 def test_each_completion_has_its_index_seed_and_id() -> None:
-    tasks = tasks_of(((1,), (2, 3)), params=SamplingParams(n=2, seed=2**63 - 1), request_id="r")
-    assert [task.index for task in tasks] == [0, 1, 2, 3]
-    assert [task.submit.prompt_token_ids for task in tasks] == [[1], [1], [2, 3], [2, 3]]
-    assert [task.submit.params.seed for task in tasks] == [2**63 - 1, -(2**63)] * 2
+    tasks = tasks_of(((1,), (2, 3)), params=SamplingParams(n=3, seed=2**63 - 2), request_id="r")
+    assert [task.index for task in tasks] == [0, 1, 2, 3, 4, 5]
+    assert [task.submit.prompt_token_ids for task in tasks] == [[1]] * 3 + [[2, 3]] * 3
+    seeds = [task.submit.params.seed for task in tasks]
+    assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)] * 2
     assert {task.submit.params.n for task in tasks} == {1}
     ids = [task.submit.request_id for task in tasks]
-    assert len(set(ids)) == 4
+    assert len(set(ids)) == 6
     assert all(name.startswith("r-") for name in ids)
+
+
+def test_completions_without_a_seed_get_different_seeds() -> None:
+    tasks = [*tasks_of(params=SamplingParams(n=2)), *tasks_of(params=SamplingParams(n=2))]
+    assert len({task.submit.params.seed for task in tasks}) == 4
 
 
 def test_stop_strings_stay_in_the_front() -> None:

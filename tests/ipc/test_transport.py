@@ -37,6 +37,7 @@ from jaxserve.ipc.transport import (
 )
 from jaxserve.sampling_params import SamplingParams
 
+TIMEOUT_S = 30  # for waits that only a defect makes this long
 REQUESTS = [
     Submit("a", [1, 2, 3], SamplingParams(temperature=0.5, stop=("x", "y"), seed=-(2**63))),
     Submit("b", list(range(5000)), SamplingParams(), 7, -1, 1.5, "salt", num_prior_tokens=3),
@@ -113,19 +114,20 @@ async def test_every_message_passes_between_front_and_engine(folder):
             receiver.close()
             sender.close(linger_s=5)
 
-    thread = threading.Thread(target=engine)
+    thread = threading.Thread(target=engine, daemon=True)
     thread.start()
     with front_context() as context:
         receiver = EventReceiver(context, folder.events)
-        events = await receiver.receive()
-        sender = RequestSender(context, folder.requests(3))
-        for request in REQUESTS:
-            sender.send(request)
-        while len(events) < len(EVENTS):
-            events += await receiver.receive()
+        async with asyncio.timeout(TIMEOUT_S):
+            events = await receiver.receive()
+            sender = RequestSender(context, folder.requests(3))
+            for request in REQUESTS:
+                sender.send(request)
+            while len(events) < len(EVENTS):
+                events += await receiver.receive()
         receiver.close()
         sender.close()
-    await asyncio.to_thread(thread.join)
+    await asyncio.to_thread(thread.join, TIMEOUT_S)
     assert received == REQUESTS
     assert events == EVENTS
 
@@ -163,8 +165,9 @@ async def test_the_front_drops_messages_that_it_cannot_decode(folder, caplog):
             for data in [*GARBAGE, encode(EVENTS[1])]:
                 raw.send(data)
             events = []
-            while not events:
-                events = await receiver.receive()
+            async with asyncio.timeout(TIMEOUT_S):
+                while not events:
+                    events = await receiver.receive()
             assert events == [EVENTS[1]]
         receiver.close()
     assert sum("cannot be decoded" in r.message for r in caplog.records) == len(GARBAGE)
@@ -186,10 +189,10 @@ def test_terminating_the_context_ends_receive(folder):
     context = zmq.Context()
     receiver = RequestReceiver(context, folder.requests(0))
     received = []
-    thread = threading.Thread(target=lambda: received.append(receiver.receive()))
+    thread = threading.Thread(target=lambda: received.append(receiver.receive()), daemon=True)
     thread.start()
     context.term()
-    thread.join()
+    thread.join(TIMEOUT_S)
     assert received == [None]
 
 

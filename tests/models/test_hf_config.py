@@ -7,8 +7,9 @@ import math
 import pytest
 
 from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.registry import read_spec
-from jaxserve.models.registry import MODELS
+from jaxserve.models.registry import MODELS, model_class
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.rope import (
     DynamicScaling,
@@ -235,6 +236,10 @@ def test_rejects_invalid_values(changes, message):
         spec(**changes)
 
 
-def test_reads_a_config_of_each_architecture():
-    for architecture in MODELS:
-        assert read_spec(BASE | {"architectures": [architecture]}).num_layers == 4
+@pytest.mark.parametrize("architecture", MODELS)
+def test_reads_a_config_and_loads_the_class_of_each_architecture(architecture):
+    config = read_spec(BASE | {"architectures": [architecture]})
+    assert (config.architecture, config.num_layers) == (architecture, 4)
+    loaded = model_class(architecture)
+    assert issubclass(loaded, CausalLM)
+    assert loaded.__name__ == architecture

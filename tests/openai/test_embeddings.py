@@ -68,18 +68,21 @@ async def test_accepts_every_form_of_input(text_engine) -> None:
 
 
 async def test_vectors_are_in_the_order_of_the_prompts(text_engine) -> None:
-    engine, second_started = text_engine.engine, asyncio.Event()
+    engine, second_came, arrived = text_engine.engine, asyncio.Event(), []
     generate = engine.generate
 
-    async def generate_in_reverse(prompt, *args, **options):
-        if prompt == [1]:
-            await second_started.wait()
-        async for output in generate(prompt, *args, **options):
-            second_started.set()
+    async def generate_in_reverse(submit):
+        async for output in generate(submit):
+            if submit.prompt_token_ids == [1]:
+                await second_came.wait()
+            arrived.append(submit.prompt_token_ids)
+            second_came.set()
             yield output
 
     engine.generate = generate_in_reverse
-    reply = await embed(text_engine, [[1], [2, 2]], normalize=False)
+    async with asyncio.timeout(30):
+        reply = await embed(text_engine, [[1], [2, 2]], normalize=False)
+    assert arrived == [[2, 2], [1]]
     assert [data["embedding"][2] for data in reply["data"]] == [1.0, 2.0]
 
 
@@ -168,11 +171,10 @@ async def test_metrics_count_prompts_and_no_generated_tokens(text_engine) -> Non
         assert 0 <= metrics.by_request[name].sum < 60
 
 
-async def test_aborted_prompts_are_not_counted_as_computed(text_engine) -> None:
+async def test_aborted_prompts_are_not_counted_as_computed(text_engine, until) -> None:
     text_engine.engine.stall_after = 0
     task = asyncio.create_task(embed(text_engine, IDS))
-    while not text_engine.engine.submitted:
-        await asyncio.sleep(0)
+    await until(lambda: text_engine.engine.submitted)
     text_engine.abort(None)
     with pytest.raises(RequestFailedError):
         await task
@@ -181,22 +183,20 @@ async def test_aborted_prompts_are_not_counted_as_computed(text_engine) -> None:
     assert sum(text_engine.metrics.time_to_first_token.counts) == 0
 
 
-async def test_an_aborted_request_raises_an_error(text_engine) -> None:
+async def test_an_aborted_request_raises_an_error(text_engine, until) -> None:
     text_engine.engine.stall_after = 0
     task = asyncio.create_task(embed(text_engine, [IDS, IDS]))
-    while len(text_engine.engine.submitted) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(text_engine.engine.submitted) == 2)
     assert text_engine.abort(None) == 2
     with pytest.raises(RequestFailedError, match="aborted"):
         await task
     assert text_engine.num_in_flight == 0
 
 
-async def test_cancelling_the_caller_aborts_the_request(text_engine) -> None:
+async def test_cancelling_the_caller_aborts_the_request(text_engine, until) -> None:
     text_engine.engine.stall_after = 0
     task = asyncio.create_task(embed(text_engine, [IDS, IDS]))
-    while len(text_engine.engine.submitted) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(text_engine.engine.submitted) == 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -113,12 +113,23 @@ async def test_a_bos_token_has_no_length_in_the_text() -> None:
     assert choice["logprobs"]["text_offset"] == [0, 0, 5]
 
 
-async def test_every_combination_of_echo_and_logprobs_has_all_choices() -> None:
-    for echo in (False, True):
-        for logprobs in (None, 1):
-            body = {"prompt": [72, 73], "n": 2, "echo": echo, "logprobs": logprobs}
-            reply = await complete(scripted_text_engine("hello"), body)
-            assert len(reply["choices"]) == 2
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_echo_and_logprobs_are_independent_in_every_choice(echo, logprobs) -> None:
+    body = {"prompt": [72, 73], "n": 2, "echo": echo, "logprobs": logprobs}
+    reply = await complete(scripted_text_engine("hello", "in"), body)
+    prompt = ["i", "j"] if echo else []
+    assert len(reply["choices"]) == 2
+    for i, (choice, word) in enumerate(zip(reply["choices"], ("hello", "in"), strict=True)):
+        assert choice["index"] == i
+        assert choice["text"] == "".join(prompt) + word
+        assert choice["finish_reason"] == "stop"
+        if logprobs is None:
+            assert choice["logprobs"] is None
+        else:
+            assert choice["logprobs"]["tokens"] == [*prompt, word, "<|im_end|>"]
+            values = choice["logprobs"]["token_logprobs"]
+            assert [value is None for value in values] == [echo] + [False] * (len(values) - 1)
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -272,10 +272,17 @@ async def test_echo_puts_the_prompt_before_the_text_of_each_choice() -> None:
                 echoed = shown if shown is not None else prompt[i // n]
                 assert choice["text"] == echoed + "world"
                 assert "".join(c["text"] for c in choices_of(chunks, i)) == choice["text"]
-    with_stop = {"prompt": "Q: a STOP b", "stop": ["STOP"], "echo": True, "max_tokens": 4}
-    assert (await complete(scripted_text_engine("in"), with_stop))["choices"][0][
-        "finish_reason"
-    ] == "stop"
+
+
+@pytest.mark.parametrize("stop_string", ["STOP", "bin"])
+async def test_a_stop_string_is_not_looked_for_in_the_echoed_prompt(stop_string) -> None:
+    """Nor does it match where the prompt and the completion meet."""
+    body = {"prompt": "Q: a STOP b", "stop": [stop_string], "echo": True, "max_tokens": 4}
+    (choice,) = (await complete(scripted_text_engine("in the"), body))["choices"]
+    assert choice["text"] == "Q: a STOP bin the"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    chunks = await stream(scripted_text_engine("in the"), body)
+    assert "".join(c["text"] for c in choices_of(chunks)) == choice["text"]
 
 
 async def test_completions_return_logprobs() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan
 from jaxserve.runner.sampling_batch import SamplingBatchBuilder, SamplingNeeds
-from jaxserve.sampling.inputs import Filters
+from jaxserve.sampling.inputs import SMALL_TOP_K, Filters
+from jaxserve.sampling.logprobs import logprobs_size
 from jaxserve.sampling_params import SamplingParams
 
 V, S = 100, 6
@@ -34,7 +35,12 @@ def build_parts(*parts, num_rows=4, builder=None):
     return needs, builder.build(plan, needs, num_rows)
 
 
-PLAIN = SamplingNeeds(num_logprobs=20)
+def scored(count):
+    """The needs of a request for this many log probabilities."""
+    return SamplingNeeds(to_score=(0,), num_logprobs=logprobs_size(count, V))
+
+
+PLAIN = SamplingNeeds(num_logprobs=logprobs_size(0, V))
 TO_SAMPLE = dataclasses.replace(PLAIN, to_sample=(0,))
 
 
@@ -47,7 +53,7 @@ TO_SAMPLE = dataclasses.replace(PLAIN, to_sample=(0,))
         ({"temperature": 1, "top_k": V}, TO_SAMPLE),
         ({"temperature": 1, "top_k": -1}, TO_SAMPLE),
         (
-            {"temperature": 1, "top_k": 64},
+            {"temperature": 1, "top_k": SMALL_TOP_K},
             dataclasses.replace(TO_SAMPLE, filters=Filters.SMALL_TOP_K),
         ),
         (
@@ -59,13 +65,11 @@ TO_SAMPLE = dataclasses.replace(PLAIN, to_sample=(0,))
             dataclasses.replace(TO_SAMPLE, filters=Filters.SMALL_TOP_K),
         ),
         (
-            {"temperature": 1, "top_k": 65},
+            {"temperature": 1, "top_k": SMALL_TOP_K + 1},
             dataclasses.replace(TO_SAMPLE, filters=Filters.LARGE_TOP_K),
         ),
         ({"presence_penalty": 1}, dataclasses.replace(TO_SAMPLE, has_token_lists=True)),
-        ({"logprobs": 0}, dataclasses.replace(PLAIN, to_score=(0,))),
-        ({"logprobs": 20}, dataclasses.replace(PLAIN, to_score=(0,))),
-        ({"logprobs": 21}, dataclasses.replace(PLAIN, to_score=(0,), num_logprobs=80)),
+        *(({"logprobs": count}, scored(count)) for count in (0, 1, 20, 21, V - 1, V)),
         ({"min_tokens": 1}, PLAIN),
         ({"min_tokens": 1, "eos": 5}, dataclasses.replace(TO_SAMPLE, has_token_lists=True)),
         ({"min_tokens": 0, "eos": 5}, PLAIN),
@@ -85,7 +89,9 @@ def test_only_requests_that_need_the_sampler_get_a_row():
         part(samples=False, temperature=1, logprobs=3), part(2), part(4, temperature=1),
         part(1, logprobs=3), part(3, logit_bias={2: 1.0}, logprobs=1),
     )  # fmt: skip
-    assert needs == SamplingNeeds((2, 4), (3, 4), num_logprobs=20, has_token_lists=True)
+    assert needs == SamplingNeeds(
+        (2, 4), (3, 4), num_logprobs=logprobs_size(3, V), has_token_lists=True
+    )
     assert rows.kept_in_row.tolist() == [4, 3, S, S]
 
 
@@ -203,13 +209,16 @@ def test_seen_tokens_grow_with_the_request_and_are_cleared_when_the_row_is_reuse
 
 
 def test_token_lists_have_few_sizes():
-    sizes = set()
-    for num_parts in range(1, 5):
-        parts = [part(row, known=range(400), presence_penalty=1) for row in range(num_parts)]
-        _, rows = build_parts(*parts)
-        assert len(rows.seen.ids) == len(rows.biased.ids) == len(rows.blocked.ids)
-        sizes.add(len(rows.seen.ids))
-    assert sizes == {1024, 4096}
+    """Their sizes grow by factors, so that 60 lengths need few programs."""
+    sizes = []
+    for num_parts in range(1, S + 1):
+        for length in range(400, 4400, 400):
+            parts = [part(row, known=range(length), presence_penalty=1) for row in range(num_parts)]
+            _, rows = build_parts(*parts, num_rows=S)
+            assert len(rows.seen.ids) == len(rows.biased.ids) == len(rows.blocked.ids)
+            assert len(entries(rows.seen, S)) == num_parts * length
+            sizes.append(len(rows.seen.ids))
+    assert len(set(sizes)) <= 6
 
 
 @pytest.mark.parametrize(

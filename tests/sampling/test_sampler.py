@@ -1,5 +1,7 @@
 """Sampling of rows: blocked tokens, masks, biases, filters and draws."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,6 +155,34 @@ def test_top_k_applies_before_top_p(make_rows):
     rows = make_rows(500, 5, top_p=0.71, filters=FILTERED)
     tokens = sample_tokens(many, jnp.zeros(500, jnp.int32), rows)
     assert set(np.asarray(tokens).tolist()) == {0, 1, 2}
+
+
+def kept_tokens(probabilities, order, *, temperature, min_p, top_p) -> set[int]:
+    """Applies the filters one after another, as probabilities, and returns the tokens left."""
+    for name in order:
+        if name == "temperature":
+            probabilities = probabilities ** (1 / temperature)
+        elif name == "min_p":
+            is_kept = probabilities >= min_p * probabilities.max()
+            probabilities = np.where(is_kept, probabilities, 0)
+        else:
+            above = np.array([probabilities[probabilities > p].sum() for p in probabilities])
+            probabilities = np.where(above < top_p, probabilities, 0)
+        probabilities = probabilities / probabilities.sum()
+    return set(np.flatnonzero(probabilities).tolist())
+
+
+def test_min_p_applies_after_the_temperature_and_before_top_p(make_rows):
+    probabilities = np.array([0.4, 0.25, 0.15, 0.08, 0.06, 0.04, 0.02])
+    values = {"temperature": 2.0, "min_p": 0.3, "top_p": 0.77}
+    right, *others = itertools.permutations(values)
+    expected = kept_tokens(probabilities, right, **values)
+    assert all(kept_tokens(probabilities, order, **values) != expected for order in others)
+
+    logits = np.repeat(np.log(probabilities)[None].astype(np.float32), 2000, 0)
+    rows = make_rows(2000, len(probabilities), filters=FILTERED, **values)
+    tokens = sample_tokens(logits, jnp.zeros(2000, jnp.int32), rows)
+    assert set(np.asarray(tokens).tolist()) == expected
 
 
 def test_filtered_logits_equal_a_sort_and_keep_the_drawn_token(make_rows):

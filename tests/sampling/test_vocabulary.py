@@ -50,10 +50,10 @@ def test_kth_largest_equals_the_sorted_value(width):
     np.testing.assert_array_equal(jax.jit(kth_largest)(values, k), expected)
 
 
-def test_nan_gives_an_index_in_range():
+def test_nan_gives_an_index_in_range_and_a_limit_of_nan():
     values = jnp.full((2, 1000), jnp.nan)
-    assert np.all(np.asarray(argmax(values)) < 1000)
-    kth_largest(values, jnp.array([1, 500]))
+    assert np.all((np.asarray(argmax(values)) >= 0) & (np.asarray(argmax(values)) < 1000))
+    assert np.isnan(kth_largest(values, jnp.array([1, 500]))).all()
 
 
 @pytest.mark.parametrize("width", WIDTHS)

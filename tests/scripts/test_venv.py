@@ -160,8 +160,7 @@ def test_an_interrupted_installation_is_built_again(checkout: Checkout) -> None:
         start_new_session=True,
     )
     assert process.stdout is not None
-    while b"unpacking" not in process.stdout.readline():
-        pass
+    assert any(b"unpacking" in line for line in process.stdout)
     os.killpg(process.pid, signal.SIGINT)
     process.wait(timeout=20)
     process.stdout.close()
@@ -186,8 +185,7 @@ def test_a_script_that_waits_for_another_prints_a_message(checkout: Checkout) ->
     command = [checkout.root / "scripts" / "serve", "/a/model"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as first:
         assert first.stdout is not None
-        while b"unpacking" not in first.stdout.readline():
-            pass
+        assert any(b"unpacking" in line for line in first.stdout)
         second = checkout.run("serve", "/a/model")
     assert "Waiting for another script" in second.stdout
     assert "  ... " in second.stdout
@@ -292,9 +290,7 @@ def test_signals_reach_the_server(checkout: Checkout) -> None:
         text=True,
     )
     assert process.stdout is not None
-    line = ""
-    while not line.startswith("pid "):
-        line = process.stdout.readline()
+    line = next((line for line in process.stdout if line.startswith("pid ")), None)
     assert line == f"pid {process.pid}\n"
     process.terminate()
     began = time.monotonic()

@@ -51,6 +51,20 @@ async def test_every_path_with_every_method_needs_the_key(method, root_path) -> 
     assert {route.path for route in ROUTES} >= OPEN_PATHS, "no open path was tried"
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_any_of_the_keys_opens_every_path_and_nothing_else_does(path) -> None:
+    app = create_app(ServerState(scripted_text_engine("hi")), ApiSettings(api_key=("one", "two")))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    wrong = ["Bearer three", "Bearer ", "Basic one", "one", "Bearer one two", "Bearer on", ""]
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        for header in wrong:
+            reply = await client.get(path, headers={"authorization": header})
+            assert reply.status_code == (200 if path in OPEN_PATHS else 401), header
+        for header in ("Bearer one", "bearer two", "BEARER  one"):
+            reply = await client.get(path, headers={"authorization": header})
+            assert reply.status_code != 401, header
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     folder = write_checkpoint(tmp_path_factory.mktemp("auth") / "model", tiny_config())

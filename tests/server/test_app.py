@@ -282,22 +282,6 @@ async def test_a_request_above_the_admission_limit_gets_a_429_with_retry_after(m
         assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
 
 
-PATHS = sorted({route.path.replace("{name:path}", "tiny") for route in ROUTES})
-
-
-@pytest.mark.parametrize("path", [*PATHS, "/nothing", "/health/", "//health"])
-async def test_every_path_except_the_probes_needs_a_key(make_client, path) -> None:
-    async with make_client(api_key=("one", "two")) as client:
-        wrong = [None, "Bearer three", "Bearer ", "Basic one", "one", "Bearer one two", "Bearer on"]
-        for header in wrong:
-            headers = {} if header is None else {"authorization": header}
-            status = (await client.get(path, headers=headers)).status_code
-            assert status == (200 if path in ("/health", "/live") else 401)
-        for header in ("Bearer one", "bearer two", "BEARER  one"):
-            response = await client.get(path, headers={"authorization": header})
-            assert response.status_code != 401
-
-
 async def test_a_missing_key_returns_a_standard_error(make_client) -> None:
     async with make_client(api_key=("one",)) as client:
         response = await client.post("/v1/completions", json=PROMPT)
@@ -366,20 +350,15 @@ async def test_the_body_may_contain_the_request_id(make_client) -> None:
             assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-request-id"])
 
 
-async def test_abort_ends_requests_by_id(make_client, text_engine) -> None:
+async def test_abort_ends_requests_by_id(make_client, text_engine, until) -> None:
     text_engine.engine.stall_after = 1
     async with make_client() as client:
-        for selector in (
-            {"request_id": "abc"},
-            {"request_id": "cmpl-abc"},
-            {"abort_all": True},
-        ):
+        selectors = ({"request_id": "abc"}, {"request_id": "cmpl-abc"}, {"abort_all": True})
+        for i, selector in enumerate(selectors, 1):
             pending = asyncio.create_task(
                 client.post("/v1/completions", json=PROMPT | {"n": 2, "request_id": "abc"})
             )
-            while text_engine.num_in_flight < 2:
-                await asyncio.sleep(0)
-            await asyncio.sleep(0.01)
+            await until(lambda i=i: text_engine.metrics.generation_tokens == 2 * i)
             assert (await client.post("/abort", json={"request_id": "no"})).json() == {"aborted": 0}
             assert (await client.post("/abort", json=selector)).json() == {"aborted": 2}
             reply = (await pending).json()

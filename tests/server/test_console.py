@@ -1,6 +1,5 @@
 """The messages that are printed while the server starts."""
 
-import asyncio
 import io
 import itertools
 
@@ -120,14 +119,12 @@ def test_the_bar_estimates_the_time_left_to_load_weights() -> None:
     assert out.getvalue().endswith("load weights: 0.9 of 3.7 GiB, 3 s, about 9 s left")
 
 
-async def test_progress_is_printed_in_the_background() -> None:
+async def test_progress_is_printed_in_the_background(until) -> None:
     out = io.StringIO()
     console, clock = make_console(out)
     with console.talking():
         clock.now += 10
-        async with asyncio.timeout(30):
-            while not out.getvalue():
-                await asyncio.sleep(0.05)
+        await until(out.getvalue)
 
 
 def test_a_terminal_redraws_the_bar_and_finally_replaces_it() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,19 +44,13 @@ class Client:
         self._incoming.put_nowait({"type": "http.disconnect"})
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)
-
-
 ENDLESS = {"prompt": "hello", "ignore_eos": True, "max_tokens": 200}
 
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stall_after", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_disconnect_aborts_the_request(n, stall_after, stream) -> None:
+async def test_a_disconnect_aborts_the_request(n, stall_after, stream, until) -> None:
     text_engine = scripted_text_engine("hello world")
     engine = text_engine.engine
     engine.stall_after = stall_after
@@ -66,7 +59,7 @@ async def test_a_disconnect_aborts_the_request(n, stall_after, stream) -> None:
     serving = asyncio.create_task(app(client.scope, client.receive, client.send))
     await until(lambda: len(engine.submitted) == n)
     if stream and stall_after:
-        await client.got_body.wait()
+        await until(client.got_body.is_set)
     client.disconnect()
     await asyncio.wait_for(serving, 10)
     assert len(engine.aborted) == n
@@ -75,7 +68,7 @@ async def test_a_disconnect_aborts_the_request(n, stall_after, stream) -> None:
     assert not any(b"[DONE]" in m.get("body", b"") for m in client.sent)
 
 
-async def test_a_disconnect_during_a_write_aborts_the_request() -> None:
+async def test_a_disconnect_during_a_write_aborts_the_request(until) -> None:
     text_engine = scripted_text_engine("hello world")
     client = Client(ENDLESS | {"stream": True})
     blocked = asyncio.Event()
@@ -87,19 +80,19 @@ async def test_a_disconnect_during_a_write_aborts_the_request() -> None:
 
     app = create_app(ServerState(text_engine))
     serving = asyncio.create_task(app(client.scope, client.receive, send))
-    await blocked.wait()
+    await until(blocked.is_set)
     client.disconnect()
     await asyncio.wait_for(serving, 10)
     assert len(text_engine.engine.aborted) == 1
 
 
-async def test_cancelling_the_application_aborts_the_request() -> None:
+async def test_cancelling_the_application_aborts_the_request(until) -> None:
     text_engine = scripted_text_engine("hello world")
     text_engine.engine.stall_after = 1
     client = Client(ENDLESS | {"stream": True})
     app = create_app(ServerState(text_engine))
     serving = asyncio.create_task(app(client.scope, client.receive, client.send))
-    await client.got_body.wait()
+    await until(client.got_body.is_set)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     assert len(text_engine.engine.aborted) == 1

@@ -10,7 +10,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output.compiling import COMPILE_TIMEOUT_S
-from jaxserve.testing.fake_runner import FakeModel, FakeRunner
+from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
 
 SIZES = {"num_blocks": 40, "block_size": 4}
 
@@ -45,15 +45,24 @@ def compiler():
 
 
 @pytest.fixture(params=[1, 2])
-def core(request, compiler):
-    scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=60, **SIZES)
-    runner = FakeRunner(FakeModel(), **SIZES)
-    return EngineCore(scheduler, runner, depth=request.param, compile_grammar=compiler)
+def depth(request):
+    return request.param
 
 
-def submit(request_id, grammar=None, max_tokens=5):
+def make_core(depth, compiler, sizes=SIZES):
+    scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=60, **sizes)
+    runner = FakeRunner(FakeModel(), **sizes)
+    return EngineCore(scheduler, runner, depth=depth, compile_grammar=compiler)
+
+
+@pytest.fixture
+def core(depth, compiler):
+    return make_core(depth, compiler)
+
+
+def submit(request_id, grammar=None, max_tokens=5, prompt=(1, 2, 3)):
     params = SamplingParams(seed=0, max_tokens=max_tokens, grammar=grammar)
-    return Submit(request_id, [1, 2, 3], params)
+    return Submit(request_id, list(prompt), params)
 
 
 ANY = Grammar("regex", "a+")
@@ -88,14 +97,22 @@ def test_other_requests_run_while_a_grammar_is_compiled(core, compiler):
     assert core.stats().num_waiting == 0
 
 
-def test_a_constraint_sees_each_token_once_in_order(core, compiler):
-    """Six requests share four rows, also while another step is in flight."""
-    constraints = {name: ThreeTokens() for name in "abcdef"}
-    for name, constraint in constraints.items():
-        core.add(submit(name, ANY))
-        compiler.futures[name].set_result(constraint)
+def test_a_constraint_sees_each_token_once_in_order(depth, compiler):
+    """Six requests share four rows and five blocks, so some are preempted."""
+    core = make_core(depth, compiler, {"num_blocks": 6, "block_size": 4})
+    requests = {name: submit(name, ANY, prompt=(i, 2, 3)) for i, name in enumerate("abcdef")}
+    constraints = {name: ThreeTokens() for name in requests}
+    for name, request in requests.items():
+        core.add(request)
+        compiler.futures[name].set_result(constraints[name])
     tokens, _ = outputs_of(core, steps=60)
-    assert tokens == {name: constraint.tokens for name, constraint in constraints.items()}
+    assert core.stats().total_preemptions > 0
+    expected = {
+        name: expected_tokens(r.prompt_token_ids, r.params, FakeModel(), context_length=20)[:3]
+        for name, r in requests.items()
+    }
+    assert tokens == expected
+    assert {name: constraint.tokens for name, constraint in constraints.items()} == expected
 
 
 def test_an_invalid_grammar_ends_only_its_request(core, compiler):

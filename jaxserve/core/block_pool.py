@@ -69,8 +69,8 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Removes a reference from each block of a block table.
 
-        The last block goes first, so the end of a sequence is reused before its beginning, which
-        other requests are more likely to share.
+        The last block goes first, so the end of a sequence is reused before its beginning, which a
+        prefix cache is more likely to find again.
         """
         for block_id in reversed(block_ids):
             assert self._num_references[block_id] > 0, f"block {block_id} is already free"

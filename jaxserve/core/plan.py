@@ -79,7 +79,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
         yet: the device has it, as the token that this row sampled last.
       block_offset: index of the first of ``new_block_ids`` in the block table of the row.
       new_block_ids: blocks to append to the block table of the row, in order.
-      samples: whether no token is left for later steps, so that this step samples the token at
+      samples: whether these are the last tokens so far, so that this step samples the token at
         position ``start + num_tokens``.
       params: the sampling parameters of the request; ``seed`` is set.
       eos_token_id: the end token, which is not sampled before ``params.min_tokens``; or None.
@@ -216,7 +216,7 @@ class Runner(Protocol):
 
     @property
     def num_compilations(self) -> int:
-        """Programs compiled since the start; constant after warm-up."""
+        """Programs compiled since the start; after warm-up only rare ones are added."""
         ...
 
     def execute(self, plan: StepPlan) -> StepHandle:

@@ -22,8 +22,8 @@ class Scheduler:
 
     `schedule` may be called again before the result of the previous step is known. It then plans
     for tokens that only the device knows. If a request turns out to have ended while its next step
-    is in flight, the token of that step is dropped. The row and the blocks of the ended request are
-    reused at once: the device runs steps in order, so the step in flight is done with them first.
+    is in flight, the token of that step is dropped. The row and the blocks of the ended request may
+    be reused at once: any later step runs after the step in flight.
 
     Args:
       max_num_seqs: the most requests that run at the same time; the number of rows.
@@ -217,8 +217,9 @@ class Scheduler:
     def _schedule_running(self, draft: StepDraft) -> bool:
         """Adds the running requests to the step; returns whether one was preempted.
 
-        Requests with one token to compute go first, and each of them runs in every step. Unfinished
-        prompts share the rest of the budget; their blocks were allocated at admission.
+        Requests with one token to compute go first; each runs in every step, unless it is preempted
+        or the token in flight is its last. Unfinished prompts share the rest of the budget; their
+        blocks were allocated at admission.
         """
         total_preemptions = self._total_preemptions
         # Preemption removes requests from the end of `_running` during this loop: first those after

@@ -18,7 +18,8 @@ from jaxserve.front.served_model import ServedModel
 from jaxserve.structured_output.checks import GrammarChecks
 
 INLINE_CHARS = 400
-"""Strings of at most this length in total are encoded on the event loop: a thread costs more."""
+"""Strings of at most this length in total are encoded and rendered on the event loop: handing them
+to a thread would take longer."""
 
 
 class TextEngine:

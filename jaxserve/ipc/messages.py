@@ -170,7 +170,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
       total_steps, total_preemptions: counts since the start.
       total_prompt_tokens: a prompt counts once, when its first output token is sampled.
       total_generation_tokens: output tokens.
-      total_compilations: programs compiled since the start; constant after warm-up.
+      total_compilations: programs compiled since the start; after warm-up only rare ones are added.
       prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and found.
       num_step_tokens: tokens of the step that has just ended; 0 if none has. Heartbeats repeat it.
     """

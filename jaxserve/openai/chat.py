@@ -55,7 +55,7 @@ async def prepare(text_engine: TextEngine, body: ChatRequest, *, request_id: str
         bad_words=bad_words,
         show_special_tokens=bool(use.definitions) or think_tags_are_special,
     )
-    # The template writes the special tokens itself.
+    # The template writes the special tokens itself, so none are added unless the request asks.
     prompts = await encode_prompts(
         text_engine,
         [text],
@@ -79,7 +79,7 @@ async def prepare(text_engine: TextEngine, body: ChatRequest, *, request_id: str
         length_field=length_field(body),
         parsers=form.parsers,
     )
-    return Job.start(
+    return Job.of(
         model,
         body,
         request,
@@ -136,7 +136,7 @@ async def complete(job: Job) -> ChatCompletion:
         async for delta in deltas:
             job.usage.add(delta)
             choice = choices[delta.index]
-            for piece in job.form.read(delta):
+            for piece in job.form.pieces(delta):
                 messages[delta.index].add(piece)
             token_ids[delta.index] += delta.token_ids
             if choice.logprobs is not None and delta.logprobs:
@@ -181,7 +181,7 @@ def _pieces(job: Job, delta: Delta) -> list[ChatChunkChoice]:
 
     The first choice has the log probabilities and token IDs, the last has the finish reason.
     """
-    pieces = job.form.read(delta)
+    pieces = job.form.pieces(delta)
     if not pieces:
         if not delta.logprobs and delta.finish_reason is None and not job.with_token_ids:
             return []

@@ -40,7 +40,7 @@ class MessageForm:
     parallel: bool = True
     with_reasoning: bool = True
 
-    def read(self, delta: Delta) -> list[ChatDelta]:
+    def pieces(self, delta: Delta) -> list[ChatDelta]:
         """Returns the pieces that a delta adds to its message, in order; there may be none."""
         if delta.events is None:
             return [ChatDelta(content=delta.text)] if delta.text else []

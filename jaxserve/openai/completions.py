@@ -62,7 +62,7 @@ async def prepare(text_engine: TextEngine, body: CompletionRequest, *, request_i
         is_cut = body.truncate_prompt_tokens is not None
         shown: list[Prompt] = list(prompts) if is_cut else given
         echo = tuple(_echo(model, prompt) for prompt in shown)
-    return Job.start(model, body, request, deltas, job_id=new_id("cmpl", request_id), echo=echo)
+    return Job.of(model, body, request, deltas, job_id=new_id("cmpl", request_id), echo=echo)
 
 
 def _echo(model: ServedModel, prompt: Prompt) -> str:

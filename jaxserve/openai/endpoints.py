@@ -21,7 +21,7 @@ from jaxserve.openai.protocol import (
     Completion,
     CompletionRequest,
 )
-from jaxserve.openai.responses_protocol import Response, ResponseEvent, ResponsesRequest
+from jaxserve.openai.responses_protocol import Event, Response, ResponsesRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ _TABLE = (
         complete=responses.complete,
         stream=responses.stream,
         reply_type=Response,
-        event_type=ResponseEvent,
+        event_type=Event,
         framing="named",
         in_batch=False,
     ),

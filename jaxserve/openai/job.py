@@ -106,7 +106,7 @@ class Job:
     form: MessageForm = PLAIN
 
     @classmethod
-    def start(
+    def of(
         cls,
         model: ServedModel,
         body: GenerationRequest,

@@ -190,9 +190,10 @@ async def render_prompt(
             **extra,
         )
 
+    # Of other keys, such as tool_calls, the length is not known.
+    is_plain = not extra and not tools and all(m.keys() <= {"role", "content"} for m in messages)
     is_short = sum(len(message["content"]) for message in messages) <= INLINE_CHARS
-    is_plain = is_short and not extra and not tools
-    text = render() if is_plain else await asyncio.to_thread(render)
+    text = render() if is_plain and is_short else await asyncio.to_thread(render)
     return _cut_at_open_end(text) if continues else text
 
 

@@ -133,7 +133,7 @@ class _Output:
         job = self._job
         job.usage.add(delta)
         self._finish_reason = job.form.finish_reason(delta)
-        pieces = job.form.read(delta)
+        pieces = job.form.pieces(delta)
         if delta.logprobs:
             new = chat_logprobs(job.tokenizer, job.token_name, delta.logprobs)
             self._held_logprobs += new.content

@@ -31,8 +31,8 @@ class StepInputs:
       logit_tokens: i32[R], index in [0, T) of the last token of each request, whose hidden state
         gives the logits; padding 0.
       kept_in_row: i32[R], the engine row in [0, S) that stores the most likely token as its last
-        token. S drops the token: for padding, for requests that do not sample, and for requests
-        whose token comes from the sampler.
+        token. The value S stores nothing: for padding, for requests that do not sample, and for
+        requests whose token comes from the sampler.
     """
 
     tokens: Int32[Leaf, " tokens"]

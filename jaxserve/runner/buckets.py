@@ -13,7 +13,8 @@ class Bucket:
     """The padded size of a step. Buckets are ordered by the cost of a step, tokens first.
 
     Attributes:
-      num_tokens: T. If T equals R, every request has exactly one token.
+      num_tokens: T. It equals R in decode steps, in which every request has one token, and is
+        larger in all others.
       num_rows: R, one per request.
       table_width: W, blocks in a row's block table.
     """

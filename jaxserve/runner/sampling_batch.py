@@ -86,7 +86,8 @@ class SamplingBatchBuilder:
         """Returns the work of the sampler for a plan.
 
         Each combination of stages is a program to compile, and an idle stage costs little. So if
-        one filter is needed, all filters run, and if one token list is needed, all lists are used.
+        one filter is needed, all filters run. If one row needs a token list, all lists are applied
+        to all rows that are sampled.
         """
         to_sample: list[int] = []
         to_score: list[int] = []
@@ -101,7 +102,7 @@ class SamplingBatchBuilder:
             if not params.is_greedy:
                 random.append(params)
             masked = part.constraint is not None or (rules is not None and rules.mask is not None)
-            listed = (rules is not None and rules.has_token_lists) or bool(_held_back(part))
+            listed = (rules is not None and rules.has_token_lists) or bool(_blocked_ends(part))
             if masked or listed or not params.is_greedy:
                 to_sample.append(i)
             has_masks, has_token_lists = has_masks or masked, has_token_lists or listed
@@ -173,7 +174,7 @@ class SamplingBatchBuilder:
         """Returns (row of logits, id, previous_row, previous_token), as in `BlockedTokens`."""
         entries: list[tuple[int, int, int, int]] = []
         for i, part in enumerate(parts):
-            entries += [(i, token, -1, 0) for token in _held_back(part)]
+            entries += [(i, token, -1, 0) for token in _blocked_ends(part)]
         for i, rules in self._rules_of(parts):
             if rules.bad_words is not None:
                 ids, pairs = rules.bad_words.blocked(parts[i])
@@ -263,7 +264,7 @@ def _filters(random: Sequence[SamplingParams], vocab_size: int) -> Filters:
     return Filters.NONE
 
 
-def _held_back(part: ScheduledRequest) -> tuple[int, ...]:
+def _blocked_ends(part: ScheduledRequest) -> tuple[int, ...]:
     """Returns the end tokens that the request must not sample yet."""
     params = part.params
     num_output_tokens = part.start + part.num_tokens - part.num_prompt_tokens

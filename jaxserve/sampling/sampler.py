@@ -1,9 +1,9 @@
 """Turns logits into one token per row, in three functions that are compiled separately.
 
 Few requests ask for more than the most likely token, and those that do ask for different things.
-Each function therefore runs only on the rows that need it, and all combinations of features share
-the same few programs. The token of a row depends only on its logits and its own entries in
-`SamplingInputs`, not on its neighbours or on the number of rows.
+Each function therefore runs only if a row needs it, on the rows that need the sampler. All
+combinations of features share the same few programs. The token of a row depends only on its logits
+and its own entries in `SamplingInputs`, not on its neighbours or on the number of rows.
 """
 
 from __future__ import annotations

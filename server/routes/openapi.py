@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 import msgspec
 from starlette.requests import Request
@@ -22,15 +23,19 @@ POSTS: dict[str, tuple[type[msgspec.Struct], Any, Any]] = {
     "/detokenize": (DetokenizeRequest, dict[str, Any], None),
     "/abort": (AbortRequest, dict[str, Any], None),
 }
-"""Path -> types of the body, of the whole reply, and of a streamed event (None: no stream)."""
+"""Path -> types of the body, of the whole reply, and of a streamed event (None: no stream).
 
-GETS = ("/v1/models", "/health", "/live", "/version", "/load", "/server_info", "/metrics")
+The type of an event may be a union.
+"""
+
+GETS = ("/v1/models", "/health", "/live", "/ping", "/version", "/load", "/server_info", "/metrics")
 
 
 @functools.cache
 def describe() -> dict[str, Any]:
     """Returns the description of the API in the format of OpenAPI 3.1."""
-    types = [ErrorBody, *(kind for post in POSTS.values() for kind in post if kind is not None)]
+    kinds = [ErrorBody, *(kind for post in POSTS.values() for kind in post if kind is not None)]
+    types = [variant for kind in kinds for variant in _variants(kind)]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
@@ -43,7 +48,9 @@ def describe() -> dict[str, Any]:
     for path, (body, reply, event) in POSTS.items():
         success = _content(schema_of[str(reply)])
         if event is not None:
-            success["content"]["text/event-stream"] = {"schema": schema_of[str(event)]}
+            variants = [schema_of[str(variant)] for variant in _variants(event)]
+            schema = variants[0] if len(variants) == 1 else {"anyOf": variants}
+            success["content"]["text/event-stream"] = {"schema": schema}
         request = {
             "required": True,
             "content": {"application/json": {"schema": schema_of[str(body)]}},
@@ -56,6 +63,11 @@ def describe() -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": components},
     }
+
+
+def _variants(kind: Any) -> tuple[Any, ...]:
+    """Returns the members of a union, of which msgspec describes only tagged ones; or the type."""
+    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
 
 
 def _content(schema: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 from typing import Any
 
 import msgspec
@@ -9,12 +10,13 @@ import pytest
 
 from jaxserve.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from jaxserve.front.generation_defaults import GenerationDefaults
-from jaxserve.front.text_engine import TextEngine
-from jaxserve.openai import chat, completions
+from jaxserve.front.text_engine import INLINE_CHARS, TextEngine
+from jaxserve.openai import chat, completions, prompts
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
+from jaxserve.text.chat_template import render_chat
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -469,6 +471,31 @@ async def test_earlier_tool_calls_reach_the_template_as_objects() -> None:
         {"role": "tool", "tool_call_id": "c", "content": "42"},
     ]
     assert await rendered(text_engine, {"messages": messages}) == "42()(42)"
+
+
+HELLO = {"role": "user", "content": "hello"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "in_thread"),
+    [
+        (HELLO, False),
+        ({**HELLO, "content": "hello" * (INLINE_CHARS // 5 + 1)}, True),
+        ({"role": "assistant", "content": "", "tool_calls": [CALL]}, True),
+    ],
+)
+async def test_a_thread_renders_what_can_be_long(monkeypatch, message, in_thread) -> None:
+    threads = set()
+
+    def render(*args: Any, **kwargs: Any) -> str:
+        threads.add(threading.current_thread())
+        return render_chat(*args, **kwargs)
+
+    monkeypatch.setattr(prompts, "render_chat", render)
+    await rendered(scripted_text_engine("llo"), {"messages": [message, HELLO], "max_tokens": 1})
+    (thread,) = threads
+    assert (thread is not threading.main_thread()) == in_thread
 
 
 async def test_the_request_sets_template_variables() -> None:

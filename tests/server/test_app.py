@@ -3,12 +3,14 @@
 import asyncio
 import json
 import re
+from typing import get_args
 
 import pytest
 
 from jaxserve import __version__
 from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.front.requests import GenerateRequest
+from jaxserve.openai.responses_protocol import Event
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import ROUTES
@@ -390,6 +392,8 @@ async def test_openapi_describes_existing_routes(make_client) -> None:
         references = re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(page))
         assert set(references) <= components.keys()
         assert components["CompletionRequest"]["properties"].keys() >= {"prompt", "logit_bias"}
+        responses = page["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
+        assert len(responses["text/event-stream"]["schema"]["anyOf"]) == len(get_args(Event))
         for path, methods in page["paths"].items():
             if "get" in methods:
                 assert (await client.get(path)).status_code == 200

@@ -18,8 +18,8 @@ from jaxserve.device import Device
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import Submit
 from jaxserve.models import registry
-from jaxserve.models.registry import read_spec
 from jaxserve.models.loading import load_params
+from jaxserve.models.registry import read_spec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionMeta, KVCache
 from jaxserve.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops import xla_attention
-from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
+from jaxserve.ops.attention import AttentionMeta, KVCache
 
 BLOCK_SIZE = 16
 
@@ -46,7 +46,7 @@ def logits_of(
         query_start=jnp.array([0, count]),
         decode_only=False,
     )
-    attention = AttentionBackend("xla", xla_attention.write, xla_attention.attend)
+    attention = xla_attention.BACKEND
     with jax.disable_jit():
         model = nnx.merge(graphdef, params)
         hidden, _ = model(jnp.asarray(tokens, jnp.int32), kv, meta, attention=attention)

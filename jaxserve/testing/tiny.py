@@ -32,6 +32,8 @@ CONFIG: dict[str, Any] = {
     "mlp_bias": False,
     "dtype": "float32",
 }
+
+
 def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
     """Returns the contents of a config.json.
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.device import Device
-from jaxserve.models.registry import read_spec
 from jaxserve.models.loading import build_model
+from jaxserve.models.registry import read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.attention import AttentionBackend, AttentionShape, KVCache, select
 from jaxserve.runner.step import LanguageModel

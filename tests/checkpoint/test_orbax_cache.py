@@ -15,8 +15,8 @@ import pytest
 
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.checkpoint.orbax_cache import WeightsCache, entry_name
-from jaxserve.models.registry import read_spec
 from jaxserve.models.loading import abstract_params, load_params
+from jaxserve.models.registry import read_spec
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint, write_weights
 
 LAYOUT = {"dtype": "float32", "loop": "scan"}

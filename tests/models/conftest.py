@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.models.registry import read_spec
 from jaxserve.models.loading import load_params
+from jaxserve.models.registry import read_spec
 from jaxserve.ops import xla_attention
-from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
+from jaxserve.ops.attention import AttentionMeta, KVCache
 
 BLOCK_SIZE = 16
 
@@ -46,7 +46,7 @@ class PagedModel:
         graphdef, self.params = load_params(
             checkpoint, self.spec, dtype="float32", loop=loop, **options
         )
-        attention = AttentionBackend("xla", xla_attention.write, xla_attention.attend)
+        attention = xla_attention.BACKEND
 
         @functools.partial(jax.jit, donate_argnums=1)
         def step(params, kv, tokens, meta):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.models.registry import read_spec
 from jaxserve.models.loading import load_params
+from jaxserve.models.registry import read_spec
 from jaxserve.ops import xla_attention
-from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
+from jaxserve.ops.attention import AttentionMeta, KVCache
 from jaxserve.testing.tiny import random_tensors, tiny_config
 
 NUM_BLOCKS = 512
@@ -28,7 +28,7 @@ def lower(in_memory):
         spec = read_spec(config)
         checkpoint = in_memory(random_tensors(config))
         graphdef, params = load_params(checkpoint, spec, dtype=dtype, loop=loop)
-        attention = AttentionBackend("xla", xla_attention.write, xla_attention.attend)
+        attention = xla_attention.BACKEND
 
         def step(params, kv, tokens, meta):
             hidden, kv = nnx.merge(graphdef, params)(tokens, kv, meta, attention=attention)

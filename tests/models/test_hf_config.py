@@ -8,8 +8,7 @@ import pytest
 
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.registry import read_spec
-from jaxserve.models.registry import MODELS, model_class
+from jaxserve.models.registry import MODELS, model_class, read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.rope import (
     DynamicScaling,
@@ -41,7 +40,11 @@ def family(name: str, **changes) -> ModelSpec:
 def test_defaults_of_a_minimal_config():
     minimal = spec()
     assert (minimal.num_kv_heads, minimal.head_dim, minimal.activation) == (4, 16, "silu")
-    assert (minimal.norm_eps, minimal.ropes[0].theta, minimal.ropes[0].scaling) == (1e-6, 10000.0, None)
+    assert (minimal.norm_eps, minimal.ropes[0].theta, minimal.ropes[0].scaling) == (
+        1e-6,
+        10000.0,
+        None,
+    )
     assert minimal.windows == (None,) * 4
     assert minimal.context_length == 2048
     assert {minimal.qkv_bias, minimal.attention_output_bias, minimal.mlp_bias} == {False}

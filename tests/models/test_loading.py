@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.errors import CheckpointError
+from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
-from jaxserve.models.loading import build_model, load_params
 from jaxserve.testing.tiny import random_tensors, tiny_config
 
 
@@ -114,14 +114,6 @@ def test_rejects_a_wrong_shape(in_memory):
     weights["model.norm.weight"] = np.zeros(65)
     with pytest.raises(CheckpointError, match=r"model.norm.weight.*\(64,\).*\(65,\)"):
         load(in_memory(weights), config)
-
-
-def test_rejects_a_loop_over_layers_that_differ():
-    config = tiny_config(
-        "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=4, max_window_layers=1
-    )
-    with pytest.raises(ConfigError, match="--layer-loop unroll"):
-        build_model(read_spec(config), loop="scan")
 
 
 def test_releases_each_tensor_after_placing_it(in_memory):

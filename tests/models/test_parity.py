@@ -15,9 +15,8 @@ from jaxserve.testing.tiny import random_tensors
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "tiny_logits.npz")
 CONFIGS = json.loads(str(GOLDEN["configs"]))
 PROMPT = GOLDEN["prompt"].tolist()
-UNROLLED = ("llama", "mistral", "qwen2-windows", "qwen3")
-LOOPED = tuple(name for name in CONFIGS if name != "qwen2-windows")
-CASES = [*((name, "scan") for name in LOOPED), *((name, "unroll") for name in UNROLLED)]
+UNROLLED = ("llama", "mistral", "qwen2-windows", "qwen3", "gemma2", "gemma3")
+CASES = [*((name, "scan") for name in CONFIGS), *((name, "unroll") for name in UNROLLED)]
 
 
 def assert_close(logits: np.ndarray, name: str, at: int | slice = slice(None)) -> None:

@@ -20,8 +20,8 @@ from jaxserve.checkpoint.gguf_file import ARRAY, SCALARS, STRING
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.checkpoint.safetensors import SafetensorsFile
 from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.models.registry import read_spec
 from jaxserve.models.loading import load_params
+from jaxserve.models.registry import read_spec
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
 from jaxserve.text.tokenizer import Tokenizer
 

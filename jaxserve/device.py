@@ -25,3 +25,7 @@ class Device:
     has_native_bf16: bool
     compute_capability: tuple[int, int] | None = None
     num_cores: int | None = None
+
+
+CPU = Device("cpu", "CPU", 0, has_native_bf16=False)
+"""A CPU about which nothing is known, for backends that are the same on every device."""

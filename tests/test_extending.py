@@ -19,7 +19,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import Submit
 from jaxserve.models import registry
 from jaxserve.models.loading import load_params
-from jaxserve.models.registry import read_spec
+from jaxserve.models.registry import Family, read_spec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionMeta, KVCache
 from jaxserve.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ class InMemory:
 def test_model_loads_the_same_weights_as_llama(
     example: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry.MODELS, "ExampleForCausalLM", "example:ExampleForCausalLM")
+    monkeypatch.setitem(registry.MODELS, "ExampleForCausalLM", Family("example:ExampleForCausalLM"))
     config = tiny_config()
     weights = random_tensors(config)
     renamed = {n.replace("model.", "transformer."): t for n, t in weights.items()}

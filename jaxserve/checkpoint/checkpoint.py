@@ -35,7 +35,10 @@ class Checkpoint(Protocol):
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """The contents of ``generation_config.json``; empty if there is no such file."""
+        """The contents of ``generation_config.json``, if there is such a file.
+
+        ``eos_token_id`` is that of ``config.json`` if the file has none.
+        """
         ...
 
     @property

@@ -54,6 +54,8 @@ class FolderCheckpoint:
             )
         generation_config = path / "generation_config.json"
         self.generation_config = read_json(generation_config) if generation_config.exists() else {}
+        if self.generation_config.get("eos_token_id") is None:
+            self.generation_config["eos_token_id"] = self.config.get("eos_token_id")
         self._shards = _open_shards(path)
 
     @property

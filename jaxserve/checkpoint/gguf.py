@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxserve.checkpoint import gguf_config
+from jaxserve.checkpoint.gguf_config import GGUFNames
 from jaxserve.checkpoint.gguf_dequantize import dequantize, output_dtype
 from jaxserve.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from jaxserve.checkpoint.gguf_tokenizer import build_tokenizer
@@ -31,6 +34,8 @@ class GGUFCheckpoint:
 
     Args:
       path: the file.
+      names_of: returns the facts about the family of a GGUF architecture; see `registry.gguf_names`
+        in `models`. Without it, only tokenizer and generation_config can be read.
       name: the name to serve the model under; None derives it from the file name, see
         `served_name`.
 
@@ -39,10 +44,17 @@ class GGUFCheckpoint:
       UnsupportedModelError: the architecture is not supported.
     """
 
-    def __init__(self, path: Path, *, name: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        name: str | None = None,
+        names_of: Callable[[str], GGUFNames] | None = None,
+    ) -> None:
         self.path = path
         self.name = name or served_name(path)
         self._file = GGUFFile(path)
+        self._names_of = names_of
         with self._reporting_damage():
             self._read_metadata()
 
@@ -54,21 +66,42 @@ class GGUFCheckpoint:
                 f"{path} is one of {metadata['split.count']} parts; join them first with "
                 "`llama-gguf-split --merge`"
             )
-        self._architecture = gguf_config.architecture(metadata)
-        embedding = file.tensors.get("token_embd.weight")
-        if embedding is None:
+        gguf_config.architecture(metadata)
+        if "token_embd.weight" not in file.tensors:
             raise CheckpointError(f"{path} has no tensor token_embd.weight")
-        rope_factors = file.tensors.get(gguf_config.ROPE_FACTORS)
-        self.config = gguf_config.hf_config(
-            metadata,
-            vocab_size=embedding.shape[0],
-            tensor_names=file.tensors,
-            rope_factors=rope_factors and self._array(rope_factors).tolist(),
-        )
         self.generation_config = gguf_config.hf_generation_config(metadata)
-        self._tensors = {
-            gguf_config.hf_tensor_name(name): tensor
-            for name, tensor in file.tensors.items()
+        if self._names_of is not None:  # reports what is wrong now, not when weights are read
+            assert self.config and self._tensors
+
+    @functools.cached_property
+    def _names(self) -> GGUFNames:
+        assert self._names_of is not None, "opened for its tokenizer only"
+        return self._names_of(gguf_config.architecture(self._file.metadata))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The contents of config.json that the metadata stands for."""
+        return self._config
+
+    @functools.cached_property
+    def _config(self) -> dict[str, Any]:
+        tensors = self._file.tensors
+        rope_factors = tensors.get(gguf_config.ROPE_FACTORS)
+        with self._reporting_damage():
+            return gguf_config.hf_config(
+                self._file.metadata,
+                self._names,
+                vocab_size=tensors["token_embd.weight"].shape[0],
+                tensor_names=tensors,
+                rope_factors=rope_factors and self._array(rope_factors).tolist(),
+            )
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, GGUFTensor]:
+        """The tensors by their Hugging Face names."""
+        return {
+            gguf_config.hf_tensor_name(name, self._names.layer_tensors): tensor
+            for name, tensor in self._file.tensors.items()
             if name != gguf_config.ROPE_FACTORS
         }
 
@@ -108,16 +141,18 @@ class GGUFCheckpoint:
 
     def _array(self, tensor: GGUFTensor) -> np.ndarray:
         rows = self._file.read(tensor)
-        if self._architecture.rotates_pairs and (num_heads := self._rotated_heads(tensor.name)):
+        if self._names.rotates_pairs and (num_heads := self._rotated_heads(tensor.name)):
             with self._reporting_damage():
                 rows = _pairs_to_halves(rows, tensor, num_heads)
         try:
-            return dequantize(rows, tensor.type).reshape(tensor.shape)
+            array = dequantize(rows, tensor.type).reshape(tensor.shape)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"{self.path}: tensor {tensor.name} is of type {tensor.type.name}, which is not "
                 "supported; use a file with another quantisation, such as Q4_K_M or Q8_0"
             ) from error
+        is_offset = self._names.norm_offset and tensor.name.endswith("norm.weight")
+        return array - np.float32(self._names.norm_offset) if is_offset else array
 
     def _rotated_heads(self, name: str) -> int:
         """Returns the number of heads of a q or k projection, 0 for other tensors."""

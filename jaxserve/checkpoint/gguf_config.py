@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,27 +15,36 @@ from jaxserve.errors import CheckpointError, UnsupportedModelError
 Metadata = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """The Hugging Face names of a GGUF architecture.
+Get = Callable[..., Any]
+"""Reads a key of the architecture: ``get("block_count")``, or with a default for a missing key."""
 
-    ``rotates_pairs`` is true if the rows of the q and k projections are ordered for rotary
-    embeddings that rotate adjacent pairs. Hugging Face checkpoints rotate the two halves of a head.
+
+def _nothing(get: Get) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFNames:
+    """The facts in which the GGUF files of a family differ from its Hugging Face checkpoints.
+
+    Attributes:
+      hf_class: the architecture in config.json.
+      model_type: the same key of config.json.
+      rotates_pairs: the rows of the q and k projections are ordered for rotary embeddings that
+        rotate adjacent pairs. Hugging Face checkpoints rotate the two halves of a head.
+      norm_offset: the number that the converter adds to the weights of norms.
+      layer_tensors: part of a GGUF tensor name -> part of the Hugging Face name, for the tensors
+        that `LAYER_TENSOR_NAMES` names differently.
+      config: returns keys of config.json that replace or extend those that all families share.
     """
 
     hf_class: str
     model_type: str
-    rotates_pairs: bool
+    rotates_pairs: bool = False
+    norm_offset: float = 0.0
+    layer_tensors: Mapping[str, str] = field(default_factory=dict)
+    config: Callable[[Get], dict[str, Any]] = _nothing
 
-
-LLAMA = Architecture("LlamaForCausalLM", "llama", rotates_pairs=True)
-# GGUF has no architecture for Mistral models: they are "llama" with a sliding window.
-MISTRAL = Architecture("MistralForCausalLM", "mistral", rotates_pairs=True)
-ARCHITECTURES = {
-    "llama": LLAMA,
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", rotates_pairs=False),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", rotates_pairs=False),
-}
 
 # Rope scaling that all models of the Llama 3 family share.
 LLAMA3_ROPE = {
@@ -96,35 +105,29 @@ At the general default, temperature 1, small models write nonsense.
 """
 
 
-def architecture(metadata: Metadata) -> Architecture:
-    """Returns the architecture of a file.
+def architecture(metadata: Metadata) -> str:
+    """Returns the name of the architecture of a file.
 
     Raises:
-      UnsupportedModelError: the architecture is unknown, or a mixture of experts.
+      UnsupportedModelError: it is a mixture of experts.
     """
-    name = metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"GGUF architecture {name!r} is not supported; expected one of "
-            f"{', '.join(sorted(ARCHITECTURES))}"
-        )
+    name = str(metadata.get("general.architecture"))
     if metadata.get(f"{name}.expert_count"):
         raise UnsupportedModelError(f"GGUF architecture {name!r} with experts is not supported")
-    if metadata.get(f"{name}.attention.sliding_window"):
-        return MISTRAL if name == "llama" else ARCHITECTURES[name]
-    return ARCHITECTURES[name]
+    return name
 
 
-def hf_tensor_name(name: str) -> str:
-    """Returns the Hugging Face name of a tensor.
+def hf_tensor_name(name: str, layer_tensors: Mapping[str, str]) -> str:
+    """Returns the Hugging Face name of a tensor; ``layer_tensors`` are those of `GGUFNames`.
 
     Raises:
-      CheckpointError: no tensor of a supported architecture has this name.
+      CheckpointError: no tensor of the architecture has this name.
     """
     if match := _LAYER.fullmatch(name):
         layer, part, kind = match.groups()
-        if part in LAYER_TENSOR_NAMES:
-            return f"model.layers.{layer}.{LAYER_TENSOR_NAMES[part]}.{kind}"
+        names = {**LAYER_TENSOR_NAMES, **layer_tensors}
+        if part in names:
+            return f"model.layers.{layer}.{names[part]}.{kind}"
     part, _, kind = name.rpartition(".")
     if part in TENSOR_NAMES and kind in ("weight", "bias"):
         return f"{TENSOR_NAMES[part]}.{kind}"
@@ -133,6 +136,7 @@ def hf_tensor_name(name: str) -> str:
 
 def hf_config(
     metadata: Metadata,
+    names: GGUFNames,
     *,
     vocab_size: int,
     tensor_names: Container[str],
@@ -147,15 +151,15 @@ def hf_config(
 
     Args:
       metadata: metadata of the file.
+      names: the facts about its family.
       vocab_size: number of rows of the embedding.
       tensor_names: GGUF names of the tensors in the file.
       rope_factors: contents of the tensor `ROPE_FACTORS`; None if the file does not have it.
 
     Raises:
       CheckpointError: a required key is missing.
-      UnsupportedModelError: the architecture or its rope scaling is not supported.
+      UnsupportedModelError: the rope scaling is not supported.
     """
-    known = architecture(metadata)
     prefix = metadata["general.architecture"]
 
     def get(key: str, default: Any = None) -> Any:
@@ -167,8 +171,8 @@ def hf_config(
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
     head_dim = get("attention.key_length", hidden_size // num_heads)
     config = {
-        "architectures": [known.hf_class],
-        "model_type": known.model_type,
+        "architectures": [names.hf_class],
+        "model_type": names.model_type,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
         "intermediate_size": get("feed_forward_length"),
@@ -192,7 +196,7 @@ def hf_config(
         config["partial_rotary_factor"] = rotated / head_dim
     if window := metadata.get(f"{prefix}.attention.sliding_window"):
         config["sliding_window"] = window
-    return config
+    return {**config, **names.config(get)}
 
 
 def _rope_parameters(metadata: Metadata, factors: Sequence[float] | None) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxserve.checkpoint.checkpoint import Checkpoint
 from jaxserve.checkpoint.folder import FolderCheckpoint
+from jaxserve.checkpoint.gguf_config import GGUFNames
 from jaxserve.errors import CheckpointError
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -20,12 +22,15 @@ HINT = (
 )
 
 
-def open_checkpoint(model: str) -> Checkpoint:
+def open_checkpoint(
+    model: str, *, names_of: Callable[[str], GGUFNames] | None = None
+) -> Checkpoint:
     """Opens a model without reading its weights.
 
     Args:
       model: a folder, a GGUF file, ``python:PACKAGE`` for the GGUF file that an installed package
         ships, or a hub ID, which is downloaded unless it is cached.
+      names_of: see `GGUFCheckpoint`.
 
     Raises:
       CheckpointError: the model does not exist, or is damaged or incomplete. The message is one
@@ -33,7 +38,7 @@ def open_checkpoint(model: str) -> Checkpoint:
     """
     path = _find(model)
     # Local files have meaningful names. A downloaded folder has a revision hash as its name.
-    return _open(path, name=None if _is_local(model) else model)
+    return _open(path, name=None if _is_local(model) else model, names_of=names_of)
 
 
 def open_tokenizer(model: str) -> Tokenizer:
@@ -68,7 +73,9 @@ def _find(model: str, *, only_tokenizer: bool = False) -> Path:
     return download(model, only_tokenizer=only_tokenizer)
 
 
-def _open(path: Path, *, name: str | None) -> Checkpoint:
+def _open(
+    path: Path, *, name: str | None, names_of: Callable[[str], GGUFNames] | None = None
+) -> Checkpoint:
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) > 1:
@@ -80,7 +87,7 @@ def _open(path: Path, *, name: str | None) -> Checkpoint:
         return FolderCheckpoint(path, name=name)
     from jaxserve.checkpoint.gguf import GGUFCheckpoint  # takes 0.5 s to import
 
-    return GGUFCheckpoint(path, name=name)
+    return GGUFCheckpoint(path, name=name, names_of=names_of)
 
 
 def find_in_package(package: str) -> Path:

@@ -21,7 +21,7 @@ from jaxserve.engine.startup import Phase
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Decision, Progress
 from jaxserve.models.loading import abstract_params, load_params
-from jaxserve.models.registry import read_spec
+from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionBackend
@@ -51,7 +51,7 @@ def build(
     """
     # The cache of compiled programs must be set up before anything compiles.
     kept = keep_compiled_programs(config.compile.compilation_cache_dir)
-    checkpoint = open_checkpoint(config.model.model)
+    checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
     spec = read_spec(checkpoint.config)
     device = current_device()
     dtype, dtype_decision = resolve_dtype(config.model, device)

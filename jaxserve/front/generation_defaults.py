@@ -30,19 +30,16 @@ class GenerationDefaults:
     def from_checkpoint(
         cls,
         generation_config: Mapping[str, Any],
-        config: Mapping[str, Any],
         *,
         use_sampling: bool = True,
         overrides: Mapping[str, Any] | None = None,
     ) -> GenerationDefaults:
-        """Returns the defaults in the contents of generation_config.json and config.json.
+        """Returns the defaults in the contents of generation_config.json.
 
         Null means the same as a missing key; ``do_sample`` is ignored.
 
         Args:
           generation_config: the contents of generation_config.json.
-          config: the contents of config.json; its end tokens count if ``generation_config`` has
-            none.
           use_sampling: use the sampling values of ``generation_config``. Its end tokens count in
             any case.
           overrides: values that replace those of ``generation_config``, even if ``use_sampling`` is
@@ -55,7 +52,6 @@ class GenerationDefaults:
         eos = _first_set(
             overrides.get("eos_token_id"),
             generation_config.get("eos_token_id"),
-            config.get("eos_token_id"),
         )
         eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
         given = {**(generation_config if use_sampling else {}), **overrides}

@@ -57,7 +57,6 @@ class ModelFiles:
         )
         defaults = GenerationDefaults.from_checkpoint(
             checkpoint.generation_config,
-            checkpoint.config,
             use_sampling=config.generation_config == "auto",
             overrides=_overrides(config.override_generation_config),
         )

@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float32, Int32
 
+from jaxserve.checkpoint.gguf_config import GGUFNames
 from jaxserve.checkpoint.mapping import Rule
 from jaxserve.models.blocks import Embed, Hidden, Layer, LayerContext, RMSNorm
 from jaxserve.models.spec import ModelSpec
@@ -31,12 +32,14 @@ class CausalLM(nnx.Module):
 
     Class attributes of a family:
       LAYER: makes a layer, an nnx module, from the spec of the family.
+      GGUF: facts about its GGUF files; missing if the registry has no GGUF name for it.
       RULES: the parameter that each tensor of a checkpoint goes to.
       IGNORED: tensors that the model does not use, named as in rules.
       COPIES_OF_TIED: tensors that repeat the embedding when it is the output head too.
     """
 
     LAYER: ClassVar[type[Layer]]
+    GGUF: ClassVar[GGUFNames]
     RULES: ClassVar[tuple[Rule, ...]] = ()
     IGNORED: ClassVar[tuple[str, ...]] = ()
     COPIES_OF_TIED: ClassVar[tuple[str, ...]] = ()

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
+from jaxserve.checkpoint.gguf_config import Get, GGUFNames
 from jaxserve.checkpoint.mapping import Rule
 from jaxserve.models.blocks import Attention, GatedMLP, Hidden, Layer, LayerContext, RMSNorm
 from jaxserve.models.causal_lm import CausalLM
@@ -69,10 +70,41 @@ class Gemma2Layer(Layer):
         return x, kv
 
 
+GGUF_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def gguf_scale(get: Get, *, layers_of_27b: int) -> dict[str, Any]:
+    """Returns ``query_pre_attn_scalar``, which GGUF files lack.
+
+    It is the size of a head, but for the models with 27 billion parameters, which have
+    ``hidden_size / num_attention_heads``; llama.cpp tells them by the number of layers, too.
+    """
+    width, heads = get("embedding_length"), get("attention.head_count")
+    is_27b = get("block_count") == layers_of_27b
+    scalar = width // heads if is_27b else get("attention.key_length", width // heads)
+    return {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
+
+
 class Gemma2ForCausalLM(CausalLM):
     """The output head is the embedding, whose vectors are scaled by ``sqrt(D)`` as inputs."""
 
     LAYER = Gemma2Layer
+    GGUF = GGUFNames(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        norm_offset=1.0,
+        layer_tensors=GGUF_NORMS,
+        config=lambda get: {
+            **gguf_scale(get, layers_of_27b=46),
+            "attn_logit_softcapping": get("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": get("final_logit_softcapping", 30.0),
+            "sliding_window": get("attention.sliding_window", 4096),
+        },
+    )
     spec: Gemma2Spec
     RULES = (
         *(r for r in LlamaForCausalLM.RULES if "post_attention_layernorm" not in r.name),

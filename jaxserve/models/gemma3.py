@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.checkpoint.gguf_config import Get, GGUFNames
 from jaxserve.checkpoint.mapping import Rule
 from jaxserve.models.config_values import real, size
-from jaxserve.models.gemma2 import Gemma2ForCausalLM, Gemma2Spec, gemma_fields
+from jaxserve.models.gemma2 import (
+    GGUF_NORMS,
+    Gemma2ForCausalLM,
+    Gemma2Spec,
+    gemma_fields,
+    gguf_scale,
+)
 from jaxserve.models.hf_config import settle, shared_fields, windows
 from jaxserve.models.llama import PREFIX
 from jaxserve.models.rope_config import rope
@@ -15,9 +22,29 @@ from jaxserve.models.spec import LayerSpec
 from jaxserve.ops.rope import Rope
 
 
+def _gguf_rotations(get: Get) -> dict[str, Any]:
+    """Returns the rotations of both kinds of layers; files have only that of full attention."""
+    full = {"rope_type": "default", "rope_theta": get("rope.freq_base", 1e6)}
+    if get("rope.scaling.type", "none") == "linear":
+        full |= {"rope_type": "linear", "factor": get("rope.scaling.factor")}
+    local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 1e4)}
+    return {"full_attention": full, "sliding_attention": local}
+
+
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """Five of six layers have a window and a rotation of their own."""
 
+    GGUF = GGUFNames(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        norm_offset=1.0,
+        layer_tensors=GGUF_NORMS,
+        config=lambda get: {
+            **gguf_scale(get, layers_of_27b=62),
+            "final_logit_softcapping": get("final_logit_softcapping", 0.0) or None,
+            "rope_parameters": _gguf_rotations(get),
+        },
+    )
     RULES = (
         *Gemma2ForCausalLM.RULES,
         Rule(PREFIX + "self_attn.q_norm.weight", "layers.*.attention.q_norm.weight"),

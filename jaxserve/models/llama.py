@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from jaxserve.checkpoint.gguf_config import Get, GGUFNames
 from jaxserve.checkpoint.mapping import Rule, transpose
 from jaxserve.models.blocks import Attention, GatedMLP, Hidden, Layer, LayerContext, RMSNorm
 from jaxserve.models.causal_lm import CausalLM
@@ -64,6 +65,13 @@ class LlamaLayer(Layer):
         return x, kv
 
 
+def _mistral(get: Get) -> dict[str, Any]:
+    """Returns the class of Mistral models, whose GGUF files are "llama" with a window."""
+    if not get("attention.sliding_window", 0):
+        return {}
+    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
 class LlamaForCausalLM(CausalLM):
     """The family whose tensor names most other families share.
 
@@ -73,6 +81,7 @@ class LlamaForCausalLM(CausalLM):
     """
 
     LAYER = LlamaLayer
+    GGUF = GGUFNames("LlamaForCausalLM", "llama", rotates_pairs=True, config=_mistral)
     RULES = (
         Rule("model.embed_tokens.weight", "embed.weight"),
         Rule(PREFIX + "input_layernorm.weight", "layers.*.attention_norm.weight"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxserve.checkpoint.gguf_config import GGUFNames
 from jaxserve.checkpoint.mapping import Rule
 from jaxserve.models.llama import PREFIX, LlamaForCausalLM, LlamaSpec
 
@@ -13,6 +14,7 @@ from jaxserve.models.llama import PREFIX, LlamaForCausalLM, LlamaSpec
 class Qwen3ForCausalLM(LlamaForCausalLM):
     """Windows are off by default; if enabled, only the upper layers have them."""
 
+    GGUF = GGUFNames("Qwen3ForCausalLM", "qwen3")
     RULES = (
         *LlamaForCausalLM.RULES,
         Rule(PREFIX + "self_attn.q_norm.weight", "layers.*.attention.q_norm.weight"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.checkpoint.gguf_config import GGUFNames
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.hf_config import architecture_of
 from jaxserve.models.spec import ModelSpec
@@ -75,6 +76,21 @@ def model_class(architecture: str) -> type[CausalLM]:
         location = installed[architecture]
     module, name = location.split(":")
     return getattr(importlib.import_module(module), name)
+
+
+def gguf_names(name: str) -> GGUFNames:
+    """Returns the facts about the family of a GGUF architecture, such as "llama".
+
+    Raises:
+      UnsupportedModelError: no family has GGUF files of this architecture.
+    """
+    families = {family.gguf: architecture for architecture, family in MODELS.items()}
+    if name not in families or not name:
+        known = ", ".join(sorted(filter(None, families)))
+        raise UnsupportedModelError(
+            f"GGUF architecture {name!r} is not supported; expected one of {known}"
+        )
+    return model_class(families[name]).GGUF
 
 
 def read_spec(config: Mapping[str, Any]) -> ModelSpec:

@@ -99,7 +99,7 @@ class _Softmax(NamedTuple):
 def backend(device: Device) -> AttentionBackend:
     """Returns the backend, which is the same on every device."""
     del device
-    return BACKEND
+    return AttentionBackend("xla", write=write, attend=attend, array_windows=True)
 
 
 def write(
@@ -327,6 +327,3 @@ def _cap(scores: jax.Array, options: _Options) -> jax.Array:
     if options.soft_cap is None:
         return scores
     return options.soft_cap * jnp.tanh(scores / options.soft_cap)
-
-
-BACKEND = AttentionBackend("xla", write=write, attend=attend, array_windows=True)

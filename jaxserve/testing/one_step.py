@@ -12,8 +12,9 @@ from flax import nnx
 from jaxtyping import Float32
 
 from jaxserve.checkpoint.locate import open_checkpoint
+from jaxserve.device import CPU
 from jaxserve.models.loading import load_params
-from jaxserve.models.registry import read_spec
+from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.ops import xla_attention
 from jaxserve.ops.attention import AttentionMeta, KVCache
 
@@ -31,7 +32,7 @@ def logits_of(
     Raises:
       CheckpointError, UnsupportedModelError: the checkpoint cannot be opened or loaded.
     """
-    checkpoint = open_checkpoint(str(path))
+    checkpoint = open_checkpoint(str(path), names_of=gguf_names)
     spec = read_spec(checkpoint.config)
     graphdef, params = load_params(checkpoint, spec, dtype=dtype, loop="unroll")
     count = len(tokens)
@@ -46,7 +47,7 @@ def logits_of(
         query_start=jnp.array([0, count]),
         decode_only=False,
     )
-    attention = xla_attention.BACKEND
+    attention = xla_attention.backend(CPU)
     with jax.disable_jit():
         model = nnx.merge(graphdef, params)
         hidden, _ = model(jnp.asarray(tokens, jnp.int32), kv, meta, attention=attention)

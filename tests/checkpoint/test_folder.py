@@ -38,7 +38,8 @@ def test_reads_a_written_checkpoint(tmp_path: Path, dtype: str, num_shards: int)
     checkpoint = FolderCheckpoint(folder)
     assert (checkpoint.name, checkpoint.path) == ("M", folder)
     assert checkpoint.config == config
-    assert checkpoint.generation_config == {"top_k": 5}
+    end = config["eos_token_id"]
+    assert checkpoint.generation_config == {"top_k": 5, "eos_token_id": end}
     read = list(checkpoint.tensors())
     assert [name for name, _ in read] == checkpoint.tensor_names
     assert sum(array.nbytes for _, array in read) == checkpoint.num_bytes
@@ -50,7 +51,9 @@ def test_reads_a_written_checkpoint(tmp_path: Path, dtype: str, num_shards: int)
 
 
 def test_generation_config_is_optional(sharded: Path) -> None:
-    assert FolderCheckpoint(sharded, name="other").generation_config == {}
+    checkpoint = FolderCheckpoint(sharded, name="other")
+    end = checkpoint.config["eos_token_id"]
+    assert checkpoint.generation_config == {"eos_token_id": end}
     assert FolderCheckpoint(sharded, name="other").name == "other"
 
 

@@ -1,5 +1,6 @@
 """GGUF checkpoints: tensors, config, rope, and files that are rejected."""
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +14,11 @@ from gguf import quants
 
 from jaxserve.checkpoint.gguf import GGUFCheckpoint, served_name
 from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.models.registry import read_spec
+from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.ops.rope import FactorScaling
 from jaxserve.testing.tiny import random_tensors, tiny_config
+
+open_gguf = functools.partial(GGUFCheckpoint, names_of=gguf_names)
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -127,7 +130,7 @@ def test_reads_the_same_model_as_from_safetensors(
     config = tiny_config(architecture, **options)
     tensors = random_tensors(config, seed=1)
     path = write(tmp_path / "Tiny.F32.gguf", metadata(config), converted(config, tensors))
-    checkpoint = GGUFCheckpoint(path)
+    checkpoint = open_gguf(path)
     assert checkpoint.name == "tiny"
     read = dict(checkpoint.tensors())
     assert list(read) == checkpoint.tensor_names
@@ -158,7 +161,7 @@ def test_quantised_projections_are_permuted_in_whole_rows(tmp_path: Path) -> Non
         "blk.0.attn_output.weight": Kind.BF16,
         "token_embd.weight": Kind.Q5_1,
     }
-    checkpoint = GGUFCheckpoint(write(tmp_path / "x.gguf", metadata(config), stored, kinds))
+    checkpoint = open_gguf(write(tmp_path / "x.gguf", metadata(config), stored, kinds))
     read = dict(checkpoint.tensors())
     assert checkpoint.num_bytes == sum(array.nbytes for array in read.values())
     for gguf_key, kind in kinds.items():
@@ -179,7 +182,7 @@ def small_checkpoint(
 ) -> GGUFCheckpoint:
     config = tiny_config(num_hidden_layers=1)
     tensors = converted(config, random_tensors(config)) | (extra or {})
-    return GGUFCheckpoint(write(tmp_path / "x.gguf", metadata(config, **changes), tensors))
+    return open_gguf(write(tmp_path / "x.gguf", metadata(config, **changes), tensors))
 
 
 def test_reads_unusual_settings(tmp_path: Path) -> None:
@@ -317,7 +320,7 @@ def test_rejects_unusable_files(tmp_path: Path, changes: dict, extra: dict, mess
 def test_rejects_a_file_without_an_embedding(tmp_path: Path) -> None:
     path = write(tmp_path / "x.gguf", metadata(tiny_config()), {"output.weight": np.ones((2, 2))})
     with pytest.raises(CheckpointError, match="no tensor token_embd.weight"):
-        GGUFCheckpoint(path)
+        open_gguf(path)
 
 
 def test_names_a_tensor_whose_type_cannot_be_dequantised(tmp_path: Path) -> None:
@@ -326,7 +329,7 @@ def test_names_a_tensor_whose_type_cannot_be_dequantised(tmp_path: Path) -> None
     tensors["output_norm.weight"] = np.ones(64, np.int32)
     path = write(tmp_path / "x.gguf", metadata(config), tensors)
     with pytest.raises(CheckpointError, match="output_norm.weight is of type I32"):
-        list(GGUFCheckpoint(path).tensors())
+        list(open_gguf(path).tensors())
 
 
 @pytest.mark.parametrize(
@@ -346,7 +349,7 @@ def test_served_name(file: str, name: str) -> None:
 
 
 def test_reads_the_default_model(smollm2: Path) -> None:
-    checkpoint = GGUFCheckpoint(smollm2)
+    checkpoint = open_gguf(smollm2)
     assert checkpoint.name == "smollm2-135m-instruct"
     config = checkpoint.config
     shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")

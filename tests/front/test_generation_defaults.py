@@ -8,7 +8,7 @@ from jaxserve.front.generation_defaults import GenerationDefaults
 
 def test_values_that_are_set_become_defaults() -> None:
     generation = {"temperature": 0.2, "top_k": None, "top_p": 0.9, "do_sample": False, "other": 1}
-    defaults = GenerationDefaults.from_checkpoint(generation | {"max_new_tokens": 7}, {})
+    defaults = GenerationDefaults.from_checkpoint(generation | {"max_new_tokens": 7})
     assert defaults.sampling == {"temperature": 0.2, "top_p": 0.9}
     assert defaults.max_tokens == 7
     values, source = defaults.describe()
@@ -19,17 +19,17 @@ def test_values_that_are_set_become_defaults() -> None:
 
 def test_end_tokens_do_not_depend_on_the_sampling_defaults() -> None:
     both = {"eos_token_id": [2, 7], "temperature": 0.5}
-    defaults = GenerationDefaults.from_checkpoint(both, {"eos_token_id": 3}, use_sampling=False)
+    defaults = GenerationDefaults.from_checkpoint(both, use_sampling=False)
     assert defaults == GenerationDefaults(eos_token_ids=(2, 7))
-    assert GenerationDefaults.from_checkpoint({}, {"eos_token_id": 3}).eos_token_ids == (3,)
-    assert GenerationDefaults.from_checkpoint({}, {"eos_token_id": None}).eos_token_ids == ()
+    assert GenerationDefaults.from_checkpoint({"eos_token_id": 3}).eos_token_ids == (3,)
+    assert GenerationDefaults.from_checkpoint({"eos_token_id": None}).eos_token_ids == ()
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": "x"}, {"max_new_tokens": 0}])
 def test_an_error_about_a_value_names_its_file(bad) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
-        GenerationDefaults.from_checkpoint(bad, {})
-    GenerationDefaults.from_checkpoint(bad, {}, use_sampling=False)
+        GenerationDefaults.from_checkpoint(bad)
+    GenerationDefaults.from_checkpoint(bad, use_sampling=False)
 
 
 def test_overrides_replace_values_of_the_checkpoint() -> None:
@@ -39,10 +39,10 @@ def test_overrides_replace_values_of_the_checkpoint() -> None:
         (False, {"temperature": 0}),
     ):
         defaults = GenerationDefaults.from_checkpoint(
-            of_checkpoint, {}, use_sampling=use_sampling, overrides={"temperature": 0}
+            of_checkpoint, use_sampling=use_sampling, overrides={"temperature": 0}
         )
         assert defaults == GenerationDefaults(expected, eos_token_ids=(2, 7))
     defaults = GenerationDefaults.from_checkpoint(
-        of_checkpoint, {}, overrides={"top_p": None, "eos_token_id": 5}
+        of_checkpoint, overrides={"top_p": None, "eos_token_id": 5}
     )
     assert defaults == GenerationDefaults({"temperature": 0.5}, eos_token_ids=(5,))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.device import CPU
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops import xla_attention
@@ -46,7 +47,7 @@ class PagedModel:
         graphdef, self.params = load_params(
             checkpoint, self.spec, dtype="float32", loop=loop, **options
         )
-        attention = xla_attention.BACKEND
+        attention = xla_attention.backend(CPU)
 
         @functools.partial(jax.jit, donate_argnums=1)
         def step(params, kv, tokens, meta):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.device import CPU
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops import xla_attention
@@ -28,7 +29,7 @@ def lower(in_memory):
         spec = read_spec(config)
         checkpoint = in_memory(random_tensors(config))
         graphdef, params = load_params(checkpoint, spec, dtype=dtype, loop=loop)
-        attention = xla_attention.BACKEND
+        attention = xla_attention.backend(CPU)
 
         def step(params, kv, tokens, meta):
             hidden, kv = nnx.merge(graphdef, params)(tokens, kv, meta, attention=attention)

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxserve.checkpoint.locate import open_checkpoint
+from jaxserve.models.registry import gguf_names
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2_greedy.json").read_text())
 
 
 def test_greedy_tokens_equal_those_of_transformers(smollm2, paged_model, rng):
-    checkpoint = open_checkpoint(str(smollm2))
+    checkpoint = open_checkpoint(str(smollm2), names_of=gguf_names)
     model = paged_model(checkpoint, checkpoint.config, loop="scan")
     prompts = [case["prompt_token_ids"] for case in GOLDEN]
     want = np.array([case["output_token_ids"] for case in GOLDEN])

@@ -3,6 +3,7 @@
 CVE-2026-7482, CVE-2024-37032, CVE-2025-53630: readers that trusted what a file says about itself.
 """
 
+import functools
 import json
 import math
 import random
@@ -21,9 +22,11 @@ from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.checkpoint.safetensors import SafetensorsFile
 from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.loading import load_params
-from jaxserve.models.registry import read_spec
+from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
 from jaxserve.text.tokenizer import Tokenizer
+
+open_gguf = functools.partial(GGUFCheckpoint, names_of=gguf_names)
 
 REJECTIONS = (CheckpointError, UnsupportedModelError)
 MAX_MESSAGE_CHARS = 1000
@@ -259,7 +262,7 @@ def gguf_bytes(fields):
 
 def load_gguf(path):
     """Reads everything that the front and an engine need from a file before they serve it."""
-    checkpoint = GGUFCheckpoint(path)
+    checkpoint = open_gguf(path)
     spec = read_spec(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
     tokenizer.encode("hello")
@@ -330,7 +333,7 @@ def folder(scratch):
 
 def open_folder(path):
     """Reads everything except the weights that the front and an engine need from a folder."""
-    checkpoint = open_checkpoint(str(path))
+    checkpoint = open_checkpoint(str(path), names_of=gguf_names)
     checkpoint.tokenizer().encode("hello")
     return read_spec(checkpoint.config)
 
@@ -407,7 +410,7 @@ def test_sizes_larger_than_the_weights_take_no_memory(scratch, key) -> None:
     (path / "config.json").write_text(json.dumps(large))
 
     def load():
-        checkpoint = open_checkpoint(str(path))
+        checkpoint = open_checkpoint(str(path), names_of=gguf_names)
         spec = read_spec(checkpoint.config)
         load_params(
             checkpoint, spec, dtype="float32", loop="scan", on_progress=lambda done, total: None
@@ -445,6 +448,6 @@ def test_rejects_a_chat_template_that_is_not_utf8(folder, tmp_path) -> None:
 
 def test_tensors_are_read_as_they_were_written(scratch) -> None:
     path = write_checkpoint(scratch / "same", CONFIG)
-    arrays = dict(open_checkpoint(str(path)).tensors())
+    arrays = dict(open_checkpoint(str(path), names_of=gguf_names).tensors())
     for name, array in random_tensors(CONFIG).items():
         assert arrays[name].tobytes() == array.tobytes()

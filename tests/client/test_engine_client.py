@@ -273,6 +273,12 @@ async def test_a_user_error_at_the_start_keeps_its_type(start, caplog):
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("num_engines", [0, -1])
+async def test_a_client_without_engines_does_not_start(start, num_engines):
+    with pytest.raises(ConfigError, match=f"--data-parallel-size.*at least 1.*{num_engines}"):
+        await start(num_engines=num_engines)
+
+
 async def test_an_unlisted_error_arrives_as_its_base_class(factory):
     body = "from jaxserve.errors import UnknownModelError\nraise UnknownModelError('m', ('a',))"
     with pytest.raises(JaxserveError, match="Models served here: a") as caught:

@@ -39,7 +39,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class UnknownModelError(JaxserveError):
-    """A request names a model that is not one of the ``served`` models."""
+    """A request names a model that is not served; the message lists the ``served`` models."""
 
     def __init__(self, name: str, served: tuple[str, ...]) -> None:
         super().__init__(

@@ -1,11 +1,9 @@
 """Options, settings and fixtures that the tests of several packages share."""
 
-import asyncio
 import os
 import signal
-import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -16,8 +14,6 @@ import jaxserve.testing.typecheck  # noqa: F401  (pyproject.toml names it; hooke
 from jaxserve.checkpoint.locate import find_in_package
 from jaxserve.errors import CheckpointError
 from jaxserve.testing.tiny import write_checkpoint
-
-WAIT_S = 60  # for waits that only a defect makes this long
 
 # The flags of a CPU for which `auto` chooses each dtype.
 CPU_FLAGS = {"float32": "fpu avx2", "bfloat16": "fpu avx2 avx512_bf16"}
@@ -86,32 +82,6 @@ def _fake_cpu(patch: pytest.MonkeyPatch, folder: Path, dtype: str) -> None:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator seeded with the name of the test, so that every run has the same numbers."""
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
-
-
-@pytest.fixture(scope="session")
-def wait_until() -> Callable[[Callable[[], object]], None]:
-    """``wait_until(condition)`` waits until the condition holds, and fails after `WAIT_S`."""
-
-    def wait_until(condition: Callable[[], object]) -> None:
-        end = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < end, f"the condition is still false after {WAIT_S} s"
-            time.sleep(0.001)
-
-    return wait_until
-
-
-@pytest.fixture(scope="session")
-def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
-    """``await until(condition)`` does the same, and lets the event loop run meanwhile."""
-
-    async def until(condition: Callable[[], object]) -> None:
-        end = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < end, f"the condition is still false after {WAIT_S} s"
-            await asyncio.sleep(0.001)
-
-    return until
 
 
 @pytest.fixture(scope="session")

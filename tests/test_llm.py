@@ -20,6 +20,7 @@ from jaxserve.offline.outputs import as_prompts
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_runner import FakeModel, expected_tokens
+from jaxserve.testing.waiting import wait_until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 FACTORY = "jaxserve.testing.fake_engine:build"
@@ -189,9 +190,7 @@ def build_slow(config, engine, on_progress):
     return fake_engine.build(dataclasses.replace(config, model=model), engine, on_progress)
 
 
-def test_an_interrupt_ends_a_call_and_not_the_engine(
-    front_checkpoint: Path, monkeypatch, wait_until
-) -> None:
+def test_an_interrupt_ends_a_call_and_not_the_engine(front_checkpoint: Path, monkeypatch) -> None:
     monkeypatch.setattr("jaxserve.llm.load_factory", lambda name: build_slow)
     with make(front_checkpoint) as llm:
         stats = llm._text_engine.engine.stats

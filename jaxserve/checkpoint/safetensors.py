@@ -151,7 +151,7 @@ def _parse_entry(path: Path, name: str, info: Any, data_start: int) -> TensorEnt
     if dtype is None:
         raise CheckpointError(
             f"{path}: tensor {name:.100} has dtype {dtype_name:.100}, which is not supported; "
-            f"expected one of {', '.join(DTYPES)}; use a checkpoint that is not quantised"
+            f"expected one of {', '.join(DTYPES)}; use an unquantised checkpoint"
         )
     entry = TensorEntry(name, dtype, tuple(shape), data_start + begin)
     if end - begin != entry.num_bytes or max(shape, default=0) > np.iinfo(np.intp).max:

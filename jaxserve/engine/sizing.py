@@ -143,7 +143,6 @@ def _check_positive(config: EngineConfig) -> None:
         "--kv-cache-memory-mib": config.cache.kv_cache_memory_mib,
         "--max-num-seqs": config.scheduler.max_num_seqs,
         "--max-num-batched-tokens": config.scheduler.max_num_batched_tokens,
-        "--data-parallel-size": config.parallel.data_parallel_size,
     }
     for flag, value in sizes.items():
         if value is not None and value < 1:

@@ -2,8 +2,7 @@
 
 Every API builds a `GenerateRequest`. `resolve` checks it against the model, normalises it once, and
 returns a `CompletionTask` for each completion: a `Submit` for the engine, and the data with which
-the front turns tokens into text. No later code of the front changes a
-parameter.
+the front turns tokens into text. No later code of the front changes a parameter.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _parse(line: bytes, number: int) -> BatchRequest | BadLine:
 
 
 class _WithId(msgspec.Struct):
-    """The only field that is needed of a line that is not a request."""
+    """The only field to read from a line that holds no valid request."""
 
     custom_id: str
 

@@ -36,7 +36,7 @@ def process_logits(
       inputs: the parameters of each row.
 
     Returns:
-      f32[R, V]; each row has at least one value that is not -inf.
+      f32[R, V]; each row has at least one value above -inf.
     """
     if inputs.seen is not None:
         inputs = dataclasses.replace(inputs, seen=inputs.seen.with_pending(last_tokens))

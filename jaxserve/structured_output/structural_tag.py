@@ -111,7 +111,7 @@ class RuleWriter:
 def forced_calls_schema(
     tools: Mapping[str, Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
 ) -> dict[str, Any]:
-    """Returns the JSON schema of a completion that is nothing but calls.
+    """Returns the JSON schema of a completion that consists of tool calls.
 
     Args:
       tools: function names -> JSON schemas of their parameters; an empty schema allows any object.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.testing.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -148,14 +148,7 @@ class ApiClient:
     def until_idle(self, *, within_s: float = 30) -> None:
         """Waits until no request is in flight and no block is in use."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        self.until(lambda: not any(map(self.metric, names)), within_s=within_s)
-
-    def until(self, condition: Callable[[], bool], *, within_s: float = 30) -> None:
-        """Waits for a condition, and asserts that it holds in time."""
-        end = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < end, f"condition still false after {within_s} s"
-            time.sleep(0.02)
+        wait_until(lambda: not any(map(self.metric, names)), within_s=within_s)
 
     def async_http(self) -> httpx.AsyncClient:
         """Returns an asynchronous client for concurrent calls to the same server."""

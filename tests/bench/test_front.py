@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.bench import front
 from jaxserve.bench.__main__ import main
+from jaxserve.testing.waiting import wait_until
 
 
 def test_every_endpoint_is_measured(
@@ -55,7 +56,7 @@ class PiecewiseServer:
                 assert was_read.wait(60)
 
 
-def test_events_are_counted_once_when_split_between_reads(wait_until) -> None:
+def test_events_are_counted_once_when_split_between_reads() -> None:
     server = PiecewiseServer(
         b"HTTP/1.1 200 OK\r\n\r\ndata: 1\n", b"\ndata: 2\n\ndata: 3\n\n", b"data: 4\n"
     )

@@ -34,6 +34,7 @@ from jaxserve.testing.api_client import ApiClient
 from jaxserve.testing.scripted_checkpoint import write_scripted
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 from jaxserve.testing.tiny_tokenizer import full_backend
+from jaxserve.testing.waiting import wait_until
 from server.testing import ServerThread, flags
 
 SETTINGS = {
@@ -112,7 +113,7 @@ def serve(settings: dict[str, Any]) -> Iterator[Callable[..., Server]]:
 
     yield serve
     for server in servers.values():
-        server.until(server.is_idle)  # the requests that a test abandoned have ended
+        wait_until(server.is_idle)  # the requests that a test abandoned have ended
         server.close()
         server.thread.close()
 

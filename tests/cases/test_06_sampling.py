@@ -18,6 +18,7 @@ from jaxserve.testing.reference import Reference
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
 from jaxserve.testing.tiny_tokenizer import full_backend
 from jaxserve.testing.tolerance import assert_close
+from jaxserve.testing.waiting import wait_until
 
 BOTH_ENDPOINTS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 VOCAB_SIZE = 512
@@ -87,7 +88,7 @@ def generate_together(server, bodies: list[dict[str, Any]]) -> list[list[int]]:
             replies = []
             for request in bodies:
                 replies.append(pool.submit(lambda r: server.complete(**r), request))
-                server.until(lambda: barrier.num_arrived == len(replies))
+                wait_until(lambda: barrier.num_arrived == len(replies))
         return [reply.result()["choices"][0]["token_ids"] for reply in replies]
     finally:
         server.text_engine.engine = engine

@@ -17,6 +17,7 @@ from jaxserve.ipc.messages import RequestOutput, Submit
 from jaxserve.testing.api_client import CHAT, COMPLETIONS, Streamed
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 from jaxserve.testing.tiny_tokenizer import full_backend
+from jaxserve.testing.waiting import wait_until
 
 BOTH_ENDPOINTS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 CONTEXT = 2048
@@ -125,7 +126,7 @@ def test_js_161_a_disconnect_aborts_a_request_without_a_stream(long_server, path
     with httpx.Client(base_url=long_server.url) as client:
         client_thread = threading.Thread(target=post_until_timeout, args=(client, path, body))
         client_thread.start()
-        long_server.until(lambda: long_server.metric("num_requests_running") == 2)
+        wait_until(lambda: long_server.metric("num_requests_running") == 2)
         client_thread.join()
     long_server.until_idle()
     assert num_finished(long_server, "abort") == before + 2

@@ -20,6 +20,7 @@ import pytest
 
 from jaxserve.ipc.transport import MAX_SOCKET_PATH, SocketFolder
 from jaxserve.testing.api_client import COMPLETIONS
+from jaxserve.testing.waiting import until, wait_until
 from server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +136,7 @@ def open_stream(stack, url):
     return lines
 
 
-def test_js_168_the_death_of_the_engine_fails_its_requests(folder, tmp_path, wait_until) -> None:
+def test_js_168_the_death_of_the_engine_fails_its_requests(folder, tmp_path) -> None:
     with program(MODEL, "--port", 0, *FAKE, cwd=folder, TMPDIR=str(tmp_path)) as server:
         url = server.url
         front, engine = server.processes()
@@ -238,7 +239,7 @@ def test_js_174_a_signal_during_the_start_stops_the_server(
 
 
 def test_js_174_a_signal_during_the_first_compilation_stops_the_server(
-    random_checkpoint, tmp_path, wait_until
+    random_checkpoint, tmp_path
 ) -> None:
     flags = ("--model", random_checkpoint, "--port", 0, "--no-warmup", "--shutdown-timeout", 0.2)
     with program(*flags, "--compilation-cache-dir", "", TMPDIR=str(tmp_path)) as server:
@@ -331,9 +332,7 @@ def test_js_177_socket_paths_are_short_and_private(tmp_path, monkeypatch, name) 
     assert not Path(folder.path).exists()
 
 
-async def test_js_178_connections_may_exceed_the_soft_limit_of_files(
-    constrained_server, until
-) -> None:
+async def test_js_178_connections_may_exceed_the_soft_limit_of_files(constrained_server) -> None:
     url = httpx.URL(constrained_server.url)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))

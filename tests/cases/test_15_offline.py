@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve.ipc.launch import FACTORY
 from jaxserve.offline.__main__ import INTERRUPTED, main
+from jaxserve.testing.waiting import wait_until
 from server.testing import flags
 
 FAKE = "jaxserve.testing.fake_engine:build"
@@ -182,7 +183,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def run_to_half(batch: Batch, tmp_path: Path, wait_until) -> Callable[..., Any]:
+def run_to_half(batch: Batch, tmp_path: Path) -> Callable[..., Any]:
     """``with run_to_half() as process``: runs 200 lines, of which half are done on entry."""
     (tmp_path / "slow_run.py").write_text(SLOW)
     batch.write(*(request(f"r{i}", prompt=f"hello {i}", max_tokens=12) for i in range(200)))
@@ -265,7 +266,7 @@ def test_js_233_a_run_whose_engine_died_can_be_resumed(batch: Batch, run_to_half
     assert_resumes(batch, capsys)
 
 
-def test_js_233_a_killed_run_can_be_resumed(batch: Batch, run_to_half, capsys, wait_until) -> None:
+def test_js_233_a_killed_run_can_be_resumed(batch: Batch, run_to_half, capsys) -> None:
     with run_to_half() as process:
         (engine,) = children(process.pid)
         process.kill()

@@ -15,6 +15,7 @@ from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, J
 from jaxserve.ipc.messages import FinishReason, Progress, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, expected_tokens
+from jaxserve.testing.waiting import until
 
 FAKE = "jaxserve.testing.fake_engine:build"
 ENDLESS = SamplingParams(max_tokens=1000, seed=0)
@@ -157,7 +158,7 @@ async def test_the_last_output_has_the_finish_reason(start):
     assert [len(entry.token_ids) for entry in logprobs] == [4, 4]
 
 
-async def test_requests_go_to_the_engine_with_the_smallest_score(start, until):
+async def test_requests_go_to_the_engine_with_the_smallest_score(start):
     client = await start(SLOW, num_engines=2, max_num_seqs=2)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(collect(client, request_id=f"r{i}")) for i in range(3)]
@@ -183,7 +184,7 @@ async def test_finished_requests_do_not_count(start):
 
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
-async def test_leaving_a_stream_frees_its_row_and_blocks(start, how, until):
+async def test_leaving_a_stream_frees_its_row_and_blocks(start, how):
     client = await start(SLOW)
     if how == "close":
         async with generate(client) as outputs:
@@ -202,7 +203,7 @@ async def test_leaving_a_stream_frees_its_row_and_blocks(start, how, until):
     assert await collect(client, params=params) == expect(client, (1, 2, 3), params)
 
 
-async def test_a_slow_reader_gets_the_rest_at_once(start, until):
+async def test_a_slow_reader_gets_the_rest_at_once(start):
     client = await start()
     params = SamplingParams(max_tokens=500, seed=2, logprobs=0)
     async with generate(client, params=params) as outputs:
@@ -273,6 +274,12 @@ async def test_a_user_error_at_the_start_keeps_its_type(start, caplog):
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("num_engines", [0, -1])
+async def test_a_client_without_engines_does_not_start(start, num_engines):
+    with pytest.raises(ConfigError, match=f"--data-parallel-size.*at least 1.*{num_engines}"):
+        await start(num_engines=num_engines)
+
+
 async def test_an_unlisted_error_arrives_as_its_base_class(factory):
     body = "from jaxserve.errors import UnknownModelError\nraise UnknownModelError('m', ('a',))"
     with pytest.raises(JaxserveError, match="Models served here: a") as caught:
@@ -340,7 +347,7 @@ async def test_progress_is_reported(start):
     assert [ready.engine for ready in client.engines.values()] == [0, 1]
 
 
-async def test_health_fails_if_an_engine_with_requests_is_stuck(start, engines, until):
+async def test_health_fails_if_an_engine_with_requests_is_stuck(start, engines):
     client = await start(SLOW, stuck_after_s=0.5)
     (engine,) = engines()
     (stream,) = await start_streams(client, 1)
@@ -355,9 +362,7 @@ async def test_health_fails_if_an_engine_with_requests_is_stuck(start, engines, 
     stream.cancel()
 
 
-async def test_health_fails_if_an_engine_is_stuck_after_its_requests_were_aborted(
-    start, engines, until
-):
+async def test_health_fails_if_an_engine_is_stuck_after_its_requests_were_aborted(start, engines):
     client = await start(SLOW, stuck_after_s=0.5)
     (engine,) = engines()
     stream = client.generate(Submit("a", [1], ENDLESS))
@@ -388,7 +393,7 @@ async def test_drain_waits_for_the_end_of_every_request(start):
     await client.drain(timeout_s=60)
 
 
-async def test_drain_aborts_requests_that_take_too_long(start, until):
+async def test_drain_aborts_requests_that_take_too_long(start):
     client = await start(SLOW)
     async with generate(client) as outputs:
         await anext(outputs)

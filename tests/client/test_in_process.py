@@ -15,6 +15,7 @@ from jaxserve.ipc.messages import FinishReason, Progress, RequestOutput, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
+from jaxserve.testing.waiting import until
 
 FAKE = FakeModel()
 
@@ -67,9 +68,11 @@ def expected(prompt: list[int], **params) -> list[int]:
 
 
 async def until_idle(engine: InProcessEngine) -> None:
-    async with asyncio.timeout(20):
-        while (stats := engine.stats[0]).num_running + stats.num_waiting or stats.kv_usage:
-            await asyncio.sleep(0.005)
+    def is_idle() -> bool:
+        stats = engine.stats[0]
+        return not (stats.num_running or stats.num_waiting or stats.kv_usage)
+
+    await until(is_idle)
 
 
 async def test_outputs_have_the_tokens_of_the_model(start) -> None:
@@ -129,7 +132,7 @@ async def test_rejects_an_id_in_use(start) -> None:
     await first.aclose()
 
 
-async def test_a_slow_reader_gets_pending_outputs_as_one(start, until) -> None:
+async def test_a_slow_reader_gets_pending_outputs_as_one(start) -> None:
     engine = await start()
     outputs = generate(engine, [7], max_tokens=50)
     tokens = list((await anext(outputs)).token_ids)
@@ -155,7 +158,7 @@ async def test_a_failing_step_fails_every_request(start) -> None:
         await read(generate(engine, [1], "later"))
 
 
-async def test_closing_fails_requests_in_flight(start, until) -> None:
+async def test_closing_fails_requests_in_flight(start) -> None:
     engine = await start(config("fake:step_s=0.001"))
     reading = asyncio.create_task(read(generate(engine, [1], max_tokens=900)))
     await until(lambda: engine.stats[0].num_running)

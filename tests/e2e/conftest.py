@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.bench.server_process import ServerProcess
 from jaxserve.testing.tiny import write_checkpoint
+from jaxserve.testing.waiting import until
 
 # Few programs to compile, and fewer blocks than 8 long requests need.
 SETTINGS = {
@@ -54,12 +55,8 @@ class Server:
 
     async def until_idle(self) -> None:
         """Waits until no request is in flight and no block is in use."""
-        async with asyncio.timeout(30):
-            while any(
-                self.metric(name, engine="0")
-                for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-            ):
-                await asyncio.sleep(0.02)
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        await until(lambda: not any(self.metric(name, engine="0") for name in names))
 
 
 @pytest.fixture(scope="session")

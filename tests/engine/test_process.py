@@ -17,6 +17,7 @@ from jaxserve.errors import CheckpointError, EngineDeadError
 from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, expected_tokens
+from jaxserve.testing.waiting import wait_until
 
 FAKE = "jaxserve.testing.fake_engine:build"
 
@@ -89,7 +90,7 @@ def assert_engines_exit(engines):
         assert select.select([engine], [], [], 20)[0], f"engine {pid} outlived its front"
 
 
-def test_no_engine_outlives_a_killed_front(front, wait_until):
+def test_no_engine_outlives_a_killed_front(front):
     front, engines = front
     # A stopped process cannot notice that its input has ended.
     stopped = psutil.Process(next(iter(engines)))

@@ -11,7 +11,6 @@ from jaxserve.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
-    ParallelConfig,
     SchedulerConfig,
 )
 from jaxserve.device import Device
@@ -115,7 +114,6 @@ def test_rejects_a_context_that_does_not_fit_and_names_the_largest_that_fits() -
         ({"cache": CacheConfig(memory_fraction=0.0)}, "--memory-fraction must be in"),
         ({"cache": CacheConfig(memory_fraction=1.1)}, "--memory-fraction must be in"),
         ({"scheduler": SchedulerConfig(max_num_seqs=0)}, "--max-num-seqs"),
-        ({"parallel": ParallelConfig(data_parallel_size=0)}, "--data-parallel-size"),
         (
             {"scheduler": SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7)},
             "--max-num-batched-tokens 7 must be at least --max-num-seqs",

@@ -20,6 +20,7 @@ from jaxserve.front.text_engine import TextEngine
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_engine import READY
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
+from jaxserve.testing.waiting import until
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -137,7 +138,7 @@ async def test_closing_the_stream_aborts_every_completion_at_once(n) -> None:
     assert text_engine.metrics.finished == {"abort": n}
 
 
-async def test_cancelling_a_reader_aborts_the_request(until) -> None:
+async def test_cancelling_a_reader_aborts_the_request() -> None:
     text_engine = scripted_text_engine("hello world")
     text_engine.engine.stall_after = 1
     params = SamplingParams(n=2, max_tokens=100)

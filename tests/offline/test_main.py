@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.offline.__main__ import INTERRUPTED, main
+from jaxserve.testing.waiting import wait_until
 
 FACTORY = "jaxserve.testing.fake_engine:build"
 
@@ -117,7 +118,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_finished_results(
-    front_checkpoint: Path, tmp_path: Path, interrupt: signal.Signals, wait_until
+    front_checkpoint: Path, tmp_path: Path, interrupt: signal.Signals
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     source, out = requests(tmp_path / "in.jsonl", 400, max_tokens=20), tmp_path / "out.jsonl"

@@ -22,6 +22,7 @@ from jaxserve.openai.decoding import decode
 from jaxserve.openai.embeddings import EmbeddingRequest
 from jaxserve.testing.scripted_engine import embedding_of
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
+from jaxserve.testing.waiting import until
 
 IDS = [5, 6, 7]
 CONTEXT_LENGTH = 256
@@ -171,7 +172,7 @@ async def test_metrics_count_prompts_and_no_generated_tokens(text_engine) -> Non
         assert 0 <= metrics.by_request[name].sum < 60
 
 
-async def test_aborted_prompts_are_not_counted_as_computed(text_engine, until) -> None:
+async def test_aborted_prompts_are_not_counted_as_computed(text_engine) -> None:
     text_engine.engine.stall_after = 0
     task = asyncio.create_task(embed(text_engine, IDS))
     await until(lambda: text_engine.engine.submitted)
@@ -183,7 +184,7 @@ async def test_aborted_prompts_are_not_counted_as_computed(text_engine, until) -
     assert sum(text_engine.metrics.time_to_first_token.counts) == 0
 
 
-async def test_an_aborted_request_raises_an_error(text_engine, until) -> None:
+async def test_an_aborted_request_raises_an_error(text_engine) -> None:
     text_engine.engine.stall_after = 0
     task = asyncio.create_task(embed(text_engine, [IDS, IDS]))
     await until(lambda: len(text_engine.engine.submitted) == 2)
@@ -193,7 +194,7 @@ async def test_an_aborted_request_raises_an_error(text_engine, until) -> None:
     assert text_engine.num_in_flight == 0
 
 
-async def test_cancelling_the_caller_aborts_the_request(text_engine, until) -> None:
+async def test_cancelling_the_caller_aborts_the_request(text_engine) -> None:
     text_engine.engine.stall_after = 0
     task = asyncio.create_task(embed(text_engine, [IDS, IDS]))
     await until(lambda: len(text_engine.engine.submitted) == 2)

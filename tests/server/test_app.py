@@ -13,6 +13,7 @@ from jaxserve.front.requests import GenerateRequest
 from jaxserve.openai.responses_protocol import Event
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
+from jaxserve.testing.waiting import until
 from server.app import ROUTES
 from server.settings import ApiSettings
 from server.state import ServerState
@@ -352,7 +353,7 @@ async def test_the_body_may_contain_the_request_id(make_client) -> None:
             assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-request-id"])
 
 
-async def test_abort_ends_requests_by_id(make_client, text_engine, until) -> None:
+async def test_abort_ends_requests_by_id(make_client, text_engine) -> None:
     text_engine.engine.stall_after = 1
     async with make_client() as client:
         selectors = ({"request_id": "abc"}, {"request_id": "cmpl-abc"}, {"abort_all": True})

@@ -4,6 +4,7 @@ import io
 import itertools
 
 from jaxserve.ipc.messages import Progress
+from jaxserve.testing.waiting import until
 from server.console import Console
 
 
@@ -119,7 +120,7 @@ def test_the_bar_estimates_the_time_left_to_load_weights() -> None:
     assert out.getvalue().endswith("load weights: 0.9 of 3.7 GiB, 3 s, about 9 s left")
 
 
-async def test_progress_is_printed_in_the_background(until) -> None:
+async def test_progress_is_printed_in_the_background() -> None:
     out = io.StringIO()
     console, clock = make_console(out)
     with console.talking():

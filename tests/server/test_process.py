@@ -18,6 +18,8 @@ import openai
 import psutil
 import pytest
 
+from jaxserve.testing.waiting import wait_until
+
 FAKE = "jaxserve.testing.fake_engine:build"
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60
@@ -213,9 +215,7 @@ def metric(url: str, name: str) -> float:
     return float(re.search(rf"^vllm:{name}{{[^}}]*}} (\S+)$", page, re.M)[1])
 
 
-def test_a_client_that_disconnects_frees_the_engine(
-    client: openai.OpenAI, url: str, wait_until
-) -> None:
+def test_a_client_that_disconnects_frees_the_engine(client: openai.OpenAI, url: str) -> None:
     endless = {"max_tokens": 900, "n": 2}
     stream = client.chat.completions.create(**CHAT, **endless, stream=True)
     next(stream)

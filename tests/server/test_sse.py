@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
+from jaxserve.testing.waiting import until
 from server.app import create_app
 from server.state import ServerState
 
@@ -50,7 +51,7 @@ ENDLESS = {"prompt": "hello", "ignore_eos": True, "max_tokens": 200}
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stall_after", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_disconnect_aborts_the_request(n, stall_after, stream, until) -> None:
+async def test_a_disconnect_aborts_the_request(n, stall_after, stream) -> None:
     text_engine = scripted_text_engine("hello world")
     engine = text_engine.engine
     engine.stall_after = stall_after
@@ -68,7 +69,7 @@ async def test_a_disconnect_aborts_the_request(n, stall_after, stream, until) ->
     assert not any(b"[DONE]" in m.get("body", b"") for m in client.sent)
 
 
-async def test_a_disconnect_during_a_write_aborts_the_request(until) -> None:
+async def test_a_disconnect_during_a_write_aborts_the_request() -> None:
     text_engine = scripted_text_engine("hello world")
     client = Client(ENDLESS | {"stream": True})
     blocked = asyncio.Event()
@@ -86,7 +87,7 @@ async def test_a_disconnect_during_a_write_aborts_the_request(until) -> None:
     assert len(text_engine.engine.aborted) == 1
 
 
-async def test_cancelling_the_application_aborts_the_request(until) -> None:
+async def test_cancelling_the_application_aborts_the_request() -> None:
     text_engine = scripted_text_engine("hello world")
     text_engine.engine.stall_after = 1
     client = Client(ENDLESS | {"stream": True})

@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from jaxserve.ipc.messages import StepStats
+from jaxserve.testing.waiting import until
 from server.throughput import describe, log_throughput
 
 
@@ -45,7 +46,7 @@ class Busy:
         return {0: StepStats(total_generation_tokens=self.total)}
 
 
-async def test_lines_are_logged_periodically(caplog: pytest.LogCaptureFixture, until) -> None:
+async def test_lines_are_logged_periodically(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     task = asyncio.create_task(log_throughput(Busy(), interval_s=0.001))
     await until(lambda: len(caplog.records) >= 2)

@@ -39,6 +39,9 @@ MODELS: dict[str, Family] = {
     "Qwen3ForCausalLM": Family("jaxserve.models.qwen3:Qwen3ForCausalLM", gguf="qwen3"),
     "Gemma2ForCausalLM": Family("jaxserve.models.gemma2:Gemma2ForCausalLM", gguf="gemma2"),
     "Gemma3ForCausalLM": Family("jaxserve.models.gemma3:Gemma3ForCausalLM", gguf="gemma3"),
+    "Gemma3ForConditionalGeneration": Family(
+        "jaxserve.models.gemma3:Gemma3ForConditionalGeneration"
+    ),
 }
 """Architecture as in config.json -> its family."""
 

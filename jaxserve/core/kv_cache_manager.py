@@ -41,12 +41,10 @@ class KVCacheManager:
         Returns the new entries of the tables, possibly none. Returns None, and changes nothing, if
         the pool has too few free blocks.
         """
-        if not request.block_tables:
-            request.block_tables = [[] for _ in self._groups.windows]
+        tables = request.block_tables or [[] for _ in self._groups.windows]
         changes: list[tuple[int, list[int], int, range]] = []
         missing = 0
-        for group, window in enumerate(self._groups.windows):
-            table = request.block_tables[group]
+        for group, (window, table) in enumerate(zip(self._groups.windows, tables, strict=True)):
             held = self._groups.held(window, request.num_computed_tokens, num_tokens)
             unseen = held.start
             while unseen > 0 and table[unseen - 1] != NULL_BLOCK:
@@ -56,6 +54,7 @@ class KVCacheManager:
                 missing += held.stop - len(table) - (held.start - unseen)
         if missing > self._pool.num_free:
             return None
+        request.block_tables = tables
         updates: list[TableUpdate] = []
         for group, table, unseen, held in changes:
             if unseen < held.start:
@@ -80,8 +79,8 @@ class KVCacheManager:
         self._pool.check_integrity()
         tables: list[int] = []
         for request in requests:
-            groups = zip(self._groups.windows, request.block_tables, strict=True)
-            for window, table in groups:
+            assert len(request.block_tables) == len(self._groups.windows), "a table is missing"
+            for window, table in zip(self._groups.windows, request.block_tables, strict=True):
                 held = [block_id for block_id in table if block_id != NULL_BLOCK]
                 assert table[len(table) - len(held) :] == held, "a seen block was given back"
                 assert window is None or len(held) <= self._groups.most_held(window)

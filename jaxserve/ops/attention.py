@@ -104,7 +104,7 @@ class StepMeta:
     def of(self, group: Int32[Array, ""] | int) -> AttentionMeta:
         """Returns what the layers of a group see."""
 
-        def own(array: Array) -> Array:
+        def own(array: Leaf) -> Leaf:
             if isinstance(group, int):
                 return lax.index_in_dim(array, group, keepdims=False)
             return lax.dynamic_index_in_dim(array, group, keepdims=False)

@@ -76,7 +76,7 @@ def params(draw):
 arrivals = st.builds(
     Arrival,
     turn=st.integers(0, 12),
-    prompt=st.lists(st.integers(0, 11), min_size=1, max_size=16),
+    prompt=st.lists(st.integers(0, 11), min_size=1, max_size=24),
     params=params(),
     has_eos=st.booleans(),
     priority=st.integers(0, 2),
@@ -93,7 +93,7 @@ scenarios = st.builds(
     spare_budget=st.integers(0, 12),
     max_model_len=st.integers(8, 40),
     windows=st.just((None,))
-    | st.lists(st.none() | st.integers(1, 20), min_size=1, max_size=4).map(tuple),
+    | st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=3).map(tuple),
     arrivals=st.lists(arrivals, min_size=3, max_size=10),
 ).filter(lambda scenario: scenario.context > 0)
 
@@ -116,7 +116,9 @@ class CheckedRunner:
         for part in plan.scheduled:
             assert 0 <= part.row < self._scenario.max_num_seqs
             self._seen["chunks"] += not part.samples
-            self._seen["given back"] += sum(not any(u.block_ids) for u in part.table_updates)
+            gave_back = any(not any(update.block_ids) for update in part.table_updates)
+            self._seen["given back"] += gave_back
+            self._seen["moved within a prompt"] += gave_back and len(part.token_ids) > 1
             self._seen["unknown tokens"] += part.num_unknown_tokens
         self._seen["sampled"] += len(plan.sampling)
         return self._runner.execute(plan)
@@ -281,6 +283,7 @@ def test_every_request_gets_the_tokens_that_it_would_get_alone():
         "preemptions",
         "chunks",
         "given back",
+        "moved within a prompt",
         "unknown tokens",
         "dropped",
         "aborted",

@@ -44,6 +44,13 @@ class CacheGroups:
         first = max(0, start - window + 1) // self.block_size
         return range(first, min(stop, first + self.most_held(window)))
 
+    def unchanged_until(self, window: int | None, held: range) -> int:
+        """Returns the most tokens for which a request that computes the last holds these blocks."""
+        covered = held.stop * self.block_size
+        if window is None:
+            return covered
+        return min(covered, (held.start + 1) * self.block_size + window - 1)
+
     def most_held(self, window: int) -> int:
         """Returns the most blocks that a windowed group of one request holds at any time.
 

@@ -39,6 +39,17 @@ def test_a_request_holds_what_the_next_step_and_all_later_ones_see(groups, start
             assert len(held) <= groups.most_held(window)
 
 
+@given(groups, st.integers(1, 60))
+def test_a_request_holds_the_same_blocks_until_it_says(groups, num_tokens):
+    for window in groups.windows:
+        held = groups.held(window, num_tokens - 1, num_tokens)
+        until = groups.unchanged_until(window, held)
+        assert until >= num_tokens
+        for later in range(num_tokens, until + 1):
+            assert groups.held(window, later - 1, later) == held
+        assert groups.held(window, until, until + 1) != held
+
+
 @given(groups, st.integers(1, 120))
 def test_most_blocks_is_the_largest_sum_over_the_groups(groups, num_tokens):
     """Counts the blocks at the start of each step, for every size of the steps before it."""

@@ -27,7 +27,7 @@ def manager(pool):
 
 def test_a_table_grows_only_when_a_block_is_full(manager):
     request = make_request()
-    grown = [manager.allocate(request, n) for n in range(1, 10)]
+    grown = [list(manager.allocate(request, n)) for n in range(1, 10)]
     expected = {0: (0, [1]), 4: (1, [2]), 8: (2, [3])}
     assert grown == [[(0, *expected[i])] if i in expected else [] for i in range(9)]
     assert request.block_tables == [[1, 2, 3]]
@@ -83,7 +83,7 @@ class TestGroups:
         request = make_request()
         manager.allocate(request, 9)
         request.num_computed_tokens = 8  # the query at 8 sees positions 3 to 8
-        assert manager.allocate(request, 9) == []
+        assert not manager.allocate(request, 9)
         request.num_computed_tokens = 9
         assert manager.allocate(request, 10) == [(1, 0, [0])]
         assert request.block_tables == [[1, 2, 3], [0, 5, 6]]

@@ -83,7 +83,7 @@ class TestOneStepInFlight:
         assert shape(plan) == [("a", 5, 1, True)]
         assert part.token_ids == [42]
         assert not part.is_new
-        assert part.table_updates == []
+        assert not part.table_updates
         assert part.known_token_ids == [10, 11, 12, 13, 14, 42]
         (output,) = update(scheduler, plan, a=EOS)
         assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, None)
@@ -100,7 +100,7 @@ class TestOneStepInFlight:
         for _ in range(6):
             plan = scheduler.schedule(0.0)
             part = plan.scheduled[0]
-            grown.append(part.table_updates)
+            grown.append(list(part.table_updates))
             update(scheduler, plan)
         assert grown == [[], [(0, 1, [2])], [], [], [], [(0, 2, [3])]]
 

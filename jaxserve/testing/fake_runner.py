@@ -178,8 +178,7 @@ class FakeRunner:
                 assert all(table[start:end]), "a block is given back twice"
                 assert end <= len(table), "the table has no block to give back"
             table[start:end] = block_ids
-        held = row.held()
-        assert len(set(held)) == len(held), "a block is twice in the tables of a row"
+        assert len(set(row.held())) == len(row.held()), "a block is twice in the tables of a row"
         return row
 
     def _check_owners(self, plan: StepPlan, rows: list[_Row]) -> None:

@@ -8,10 +8,11 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 from jaxserve.core.block_pool import BlockPool
+from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.kv_cache_manager import KVCacheManager
-from jaxserve.core.plan import Constraint, ScheduledRequest, StepPlan, StepResult
+from jaxserve.core.plan import Constraint, ScheduledRequest, StepPlan, StepResult, TableUpdate
 from jaxserve.core.policy import POLICIES
-from jaxserve.core.request import Request, Status, check_length, context_length
+from jaxserve.core.request import Request, Status, check_length
 from jaxserve.core.step_draft import StepDraft
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, RequestOutput, StepStats, Submit, TokenLogprobs
@@ -29,8 +30,10 @@ class Scheduler:
       max_num_seqs: the most requests that run at the same time; the number of rows.
       max_num_batched_tokens: the most tokens in one step; at least ``max_num_seqs``, so that every
         running request with one token to compute is in every step.
-      max_model_len: the most tokens of one request, prompt and output together.
+      max_model_len: the most tokens of one request, prompt and output together. A request of this
+        length fits the KV cache.
       num_blocks, block_size: the KV cache; block 0 is never used.
+      windows: the window of each group of layers in the KV cache; see `CacheGroups`.
       policy: a name in `policy.POLICIES`.
 
     Raises:
@@ -45,18 +48,17 @@ class Scheduler:
         max_model_len: int,
         num_blocks: int,
         block_size: int,
+        windows: tuple[int | None, ...] = (None,),
         policy: str = "fcfs",
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs >= 1
         if policy not in POLICIES:
             raise ConfigError(f"--policy must be one of {', '.join(POLICIES)}, got {policy!r}")
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._sizes = {
-            "max_model_len": max_model_len,
-            "num_blocks": num_blocks,
-            "block_size": block_size,
-        }
-        self._kv = KVCacheManager(BlockPool(num_blocks), block_size)
+        self._max_model_len = max_model_len
+        groups = CacheGroups(windows, block_size, max_num_batched_tokens)
+        assert groups.most_blocks(max_model_len) < num_blocks, "the context exceeds the KV cache"
+        self._kv = KVCacheManager(BlockPool(num_blocks), groups)
         self._key = POLICIES[policy]
         # Both lists are sorted by the key of the policy. They rarely hold more than a few thousand
         # requests, and moving that many pointers takes a microsecond, so a list beats a heap.
@@ -102,11 +104,13 @@ class Scheduler:
                 f"request ID {submit.request_id!r} is in use by another request", param="request_id"
             )
         num_prompt_tokens = len(submit.prompt_token_ids) - submit.num_prior_tokens
-        check_length(num_prompt_tokens, submit.params.most_tokens, **self._sizes)
+        check_length(
+            num_prompt_tokens, submit.params.most_tokens, max_model_len=self._max_model_len
+        )
         request = Request.from_submit(
             submit,
             order=next(self._arrivals),
-            context_length=context_length(**self._sizes),
+            context_length=self._max_model_len,
             constraint=constraint,
         )
         if len(request.token_ids) >= request.max_num_tokens:
@@ -175,7 +179,7 @@ class Scheduler:
         assert all(r.status is Status.WAITING and r.row is None for r in self._waiting)
         assert all(r.status is Status.RUNNING for r in self._running)
         assert {r.id for r in self._waiting + self._running} == self._requests.keys()
-        assert not any(r.block_ids for r in self._waiting), "a waiting request holds blocks"
+        assert not any(r.block_tables for r in self._waiting), "a waiting request holds blocks"
         rows = [r.row for r in self._running if r.row is not None]
         assert len(rows) == len(self._running), "a running request has no row"
         assert sorted(rows + self._free_rows) == list(range(self._num_rows))
@@ -219,7 +223,7 @@ class Scheduler:
 
         Requests with one token to compute go first; each runs in every step, unless it is preempted
         or the token in flight is its last. Unfinished prompts share the rest of the budget; their
-        blocks were allocated at admission.
+        blocks were allocated at admission, and move on with the window in windowed groups.
         """
         total_preemptions = self._total_preemptions
         # Preemption removes requests from the end of `_running` during this loop: first those after
@@ -227,23 +231,25 @@ class Scheduler:
         for request in self._running:
             if request.num_tokens - request.num_computed_tokens != 1 or _will_end(request):
                 continue
-            new_block_ids = self._allocate_or_preempt(request)
-            if new_block_ids is not None:
-                draft.add(request, 1, new_block_ids)
+            updates = self._allocate_or_preempt(request)
+            if updates is not None:
+                draft.add(request, 1, updates)
         for request in self._running:
             if draft.budget == 0:
                 break
             num_tokens = request.num_tokens - request.num_computed_tokens
             if num_tokens > 1:
-                draft.add(request, min(num_tokens, draft.budget), ())
+                updates = self._kv.allocate(request, request.num_tokens)
+                assert updates is not None, "an admitted prompt lacks a block"
+                draft.add(request, min(num_tokens, draft.budget), updates)
         return self._total_preemptions > total_preemptions
 
-    def _allocate_or_preempt(self, request: Request) -> Sequence[int] | None:
+    def _allocate_or_preempt(self, request: Request) -> Sequence[TableUpdate] | None:
         """Allocates blocks for all tokens of a running request, preempting others if necessary.
 
-        Returns the new blocks, or None if the request itself was preempted.
+        Returns the changes of its block tables, or None if the request itself was preempted.
         """
-        while (new_block_ids := self._kv.allocate(request, request.num_tokens)) is None:
+        while (updates := self._kv.allocate(request, request.num_tokens)) is None:
             victim = self._running.pop()
             self._release(victim)
             victim.status = Status.WAITING
@@ -252,7 +258,7 @@ class Scheduler:
             self._total_preemptions += 1
             if victim is request:
                 return None
-        return new_block_ids
+        return updates
 
     def _admit(self, draft: StepDraft, now: float) -> None:
         """Admits waiting requests to the step, in order, while tokens, rows and blocks are left."""
@@ -262,10 +268,10 @@ class Scheduler:
                 # Preempted while its last token is in flight. The token is an input of the next
                 # prefill, so it must be known first.
                 return
-            # Allocates all blocks at once. With fewer, running requests could take the blocks that
-            # the rest of the prompt needs, and preempt it halfway.
-            new_block_ids = self._kv.allocate(request, request.num_tokens)
-            if new_block_ids is None:
+            # Allocates all blocks that the prompt will hold at once. With fewer, running requests
+            # could take the blocks that the rest of the prompt needs, and preempt it halfway.
+            updates = self._kv.allocate(request, request.num_tokens)
+            if updates is None:
                 return
             del self._waiting[0]
             insort(self._running, request, key=self._key)
@@ -273,7 +279,7 @@ class Scheduler:
             request.row = heapq.heappop(self._free_rows)
             if request.scheduled_s is None:
                 request.scheduled_s = now
-            draft.add(request, min(request.num_tokens, draft.budget), new_block_ids, is_new=True)
+            draft.add(request, min(request.num_tokens, draft.budget), updates, is_new=True)
 
     def _end(self, request: Request) -> None:
         """Ends a request. A running one stays in `_running` until `_drop_ended_from_running`."""

@@ -1,8 +1,8 @@
 """A runner without jax, whose tokens are arithmetic.
 
-The next token is a hash of all tokens before it. The runner reads those through the block table
-from a cache that only plans have written, so a scheduler that confuses slots, block tables, rows or
-positions changes the output. `expected_tokens` computes the right output.
+The next token is a hash of all tokens before it. Those that a step sees must be in the cache, where
+only plans have written them: a scheduler that confuses slots, block tables, rows or positions, or
+gives back a block too early, fails an assertion. `expected_tokens` computes the right output.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxserve.core.block_pool import NULL_BLOCK
 from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import TokenLogprobs
@@ -75,11 +76,13 @@ class FakeRunner:
     """Runs plans on the host, at once and in order, as a device with a queue would.
 
     Asserts that every plan is sound: positions have no gaps, slots are in blocks of the row, no
-    written block is in another block table, new rows are declared, token IDs are the known ones.
+    written block is in another block table, new rows are declared, token IDs are the known ones. In
+    every group of layers, the blocks that a window reaches belong to the row and hold its tokens.
 
     Args:
       model: the behaviour of the runner.
       num_blocks, block_size: the size of the cache.
+      windows: the window of each group of layers; see `CacheGroups`.
       gate: if given, no step is ready before this event is set; for tests.
     """
 
@@ -89,11 +92,13 @@ class FakeRunner:
         *,
         num_blocks: int,
         block_size: int,
+        windows: tuple[int | None, ...] = (None,),
         gate: threading.Event | None = None,
     ) -> None:
         self._model = model
         self._block_size = block_size
-        self._cache = [array("q", [-1] * block_size) for _ in range(num_blocks)]
+        self._windows = windows
+        self._blocks = [_Block((-1, -1), array("q", [-1] * block_size)) for _ in range(num_blocks)]
         self._rows: dict[int, _Row] = {}
         self._gate = gate
         self._calls = itertools.count(1)
@@ -119,6 +124,8 @@ class FakeRunner:
         self._check_owners(plan, rows)
         for row, scheduled in zip(rows, plan.scheduled, strict=True):
             self._write(row, scheduled)
+        for row, scheduled in zip(rows, plan.scheduled, strict=True):
+            self._read(row, scheduled.start)
         tokens = []
         for row, scheduled in zip(rows, plan.scheduled, strict=True):
             if scheduled.samples:
@@ -152,30 +159,39 @@ class FakeRunner:
         assert is_longer == sorted(is_longer), "requests with one token come first"
 
     def _place(self, scheduled: ScheduledRequest) -> _Row:
-        """Returns the row of a scheduled request, with the new blocks in its block table."""
+        """Returns the row of a scheduled request, with its block tables up to date."""
         if scheduled.is_new:
-            self._rows[scheduled.row] = _Row(scheduled.request_id, [], scheduled.start)
+            tokens = array("q", scheduled.known_token_ids[: scheduled.start])
+            self._rows[scheduled.row] = _Row(
+                scheduled.request_id, [[] for _ in self._windows], tokens
+            )
         row = self._rows[scheduled.row]
         assert row.request_id == scheduled.request_id, "a row got another request without is_new"
-        assert scheduled.start == row.num_written, "a gap or an overlap in the positions"
-        offset, new_block_ids = scheduled.block_offset, scheduled.new_block_ids
-        assert offset == len(row.block_table), "a gap or an overlap in the block table"
-        assert all(0 < b < len(self._cache) for b in new_block_ids), "a block does not exist"
-        row.block_table += new_block_ids
-        assert len(set(row.block_table)) == len(row.block_table), "a block is twice in one table"
+        assert scheduled.start == len(row.tokens), "a gap or an overlap in the positions"
+        for group, start, block_ids in scheduled.table_updates:
+            table = row.block_tables[group]
+            end = start + len(block_ids)
+            if any(block_ids):
+                assert start == len(table), "a gap or an overlap in the block table"
+                assert all(0 < b < len(self._blocks) for b in block_ids), "a block does not exist"
+            else:
+                assert all(table[start:end]), "a block is given back twice"
+                assert end <= len(table), "the table has no block to give back"
+            table[start:end] = block_ids
+        assert len(set(row.held())) == len(row.held()), "a block is twice in the tables of a row"
         return row
 
     def _check_owners(self, plan: StepPlan, rows: list[_Row]) -> None:
         """Asserts that every written block is in one block table only; full ones may be shared."""
-        holders = Counter(itertools.chain.from_iterable(row.block_table for row in rows))
+        holders = Counter(itertools.chain.from_iterable(row.held() for row in rows))
         for row, scheduled in zip(rows, plan.scheduled, strict=True):
             end = scheduled.start + scheduled.num_tokens
-            assert end <= len(row.block_table) * self._block_size, (
-                "a slot is outside the blocks of the row"
-            )
             first, last = scheduled.start // self._block_size, (end - 1) // self._block_size
-            written = row.block_table[first : last + 1]
-            assert all(holders[block] == 1 for block in written), "a written block is shared"
+            for table in row.block_tables:
+                assert last < len(table), "a slot is outside the blocks of the row"
+                written = table[first : last + 1]
+                assert all(written), "a written block was given back"
+                assert all(holders[block] == 1 for block in written), "a written block is shared"
 
     def _write(self, row: _Row, scheduled: ScheduledRequest) -> None:
         end = scheduled.start + scheduled.num_tokens
@@ -190,19 +206,33 @@ class FakeRunner:
                 "token IDs are missing although known"
             )
         assert len(tokens) == scheduled.num_tokens
-        for position, token in enumerate(tokens, scheduled.start):
-            block = row.block_table[position // self._block_size]
-            self._cache[block][position % self._block_size] = token
-        row.num_written = end
+        for group, table in enumerate(row.block_tables):
+            for position, token in enumerate(tokens, scheduled.start):
+                index, offset = divmod(position, self._block_size)
+                block = self._blocks[table[index]]
+                block.place = (group, index)
+                block.tokens[offset] = token
+        row.tokens.extend(tokens)
+
+    def _read(self, row: _Row, start: int) -> None:
+        """Asserts that the cache has all tokens that queries from position ``start`` on see."""
+        size, end = self._block_size, len(row.tokens)
+        for group, (window, table) in enumerate(zip(self._windows, row.block_tables, strict=True)):
+            first = 0 if window is None else max(0, start - window + 1) // size
+            block_ids = table[first : -(-end // size)]
+            assert all(block_ids), "a window reaches a block that was given back"
+            blocks = [self._blocks[block_id] for block_id in block_ids]
+            places = [(group, first + i) for i in range(len(blocks))]
+            tokens = array("q", itertools.chain.from_iterable(block.tokens for block in blocks))
+            assert [block.place for block in blocks] == places, "a seen block belongs to another"
+            seen = tokens[: end - first * size]
+            assert seen == row.tokens[first * size :], "a seen block holds other tokens"
 
     def _sample(self, row: _Row, scheduled: ScheduledRequest) -> int:
-        end = row.num_written
         num_tokens = len(scheduled.known_token_ids) + scheduled.num_unknown_tokens
-        assert end == num_tokens, "sampling must follow the last token"
-        blocks = row.block_table[: -(-end // self._block_size)]
-        context = array("q", itertools.chain.from_iterable(self._cache[b] for b in blocks))[:end]
+        assert len(row.tokens) == num_tokens, "sampling must follow the last token"
         return _next_token(
-            context,
+            row.tokens,
             scheduled.params,
             self._model,
             num_prompt_tokens=scheduled.num_prompt_tokens,
@@ -212,10 +242,24 @@ class FakeRunner:
 
 @dataclass(slots=True)
 class _Row:
+    """A running request: its block tables, and its tokens in the cache."""
+
     request_id: str
-    block_table: list[int]
-    num_written: int
+    block_tables: list[list[int]]
+    tokens: array[int]
     last_token: int = -1
+
+    def held(self) -> list[int]:
+        """Returns the blocks in the tables."""
+        return [b for table in self.block_tables for b in table if b != NULL_BLOCK]
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block: the group and the index in the block table that it was written for, its tokens."""
+
+    place: tuple[int, int]
+    tokens: array[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+import msgspec
 import numpy as np
 
-from jaxserve.core.plan import ScheduledRequest, StepPlan
+from jaxserve.core.plan import ScheduledRequest, StepPlan, TableUpdate
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import Bucket
 from jaxserve.sampling_params import SamplingParams
@@ -18,7 +20,7 @@ def part(row, start, tokens, *, blocks=(), offset=0, samples=True) -> ScheduledR
     return ScheduledRequest(
         request_id=str(row), row=row, is_new=False, start=start,
         num_tokens=1 if tokens is None else len(tokens), token_ids=tokens or [],
-        block_offset=offset, new_block_ids=list(blocks), samples=samples,
+        table_updates=[TableUpdate(0, offset, list(blocks))], samples=samples,
         params=SamplingParams(seed=0), eos_token_id=None, num_prompt_tokens=1, known_token_ids=[],
     )  # fmt: skip
 
@@ -46,7 +48,7 @@ def test_builds_the_arrays_of_a_mixed_step():
     assert inputs.fed_from_row.tolist() == [4, -1, -1, -1, -1, -1, -1, -1]
     assert inputs.logit_tokens.tolist() == [0, 1, 4, 0]
     assert inputs.kept_in_row.tolist() == [4, 1, NUM_ROWS, NUM_ROWS]
-    meta = inputs.meta
+    meta = inputs.meta.of(0)
     assert not meta.decode_only
     assert meta.positions.tolist() == [5, 4, 2, 3, 4, 0, 0, 0]
     slots = [3 * 4 + 1, 6 * 4, 2 * 4 + 2, 2 * 4 + 3, 12 * 4]
@@ -59,6 +61,32 @@ def test_builds_the_arrays_of_a_mixed_step():
     }
 
 
+def test_every_group_of_layers_has_its_own_slots_and_block_tables():
+    builder = BatchBuilder(
+        num_rows=NUM_ROWS, table_width=8, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_groups=2
+    )
+    first = part(3, 0, [7] * 7, blocks=[9, 3])
+    first = msgspec.structs.replace(
+        first, table_updates=[TableUpdate(0, 0, [9, 3]), TableUpdate(1, 0, [5, 6])]
+    )
+    builder.build(StepPlan(0, (first,)), Bucket(8, 2, 8))
+    second = msgspec.structs.replace(
+        part(3, 7, [8, 8]),
+        table_updates=[TableUpdate(1, 0, [0]), TableUpdate(0, 2, [2]), TableUpdate(1, 2, [4])],
+    )
+    meta = builder.build(StepPlan(1, (second,)), Bucket(4, 2, 3)).meta
+    assert meta.block_tables[:, 0].tolist() == [[9, 3, 2], [0, 6, 4]]
+    assert meta.slots.tolist() == [
+        [3 * 4 + 3, 2 * 4, NUM_SLOTS, NUM_SLOTS],
+        [6 * 4 + 3, 4 * 4, NUM_SLOTS, NUM_SLOTS],
+    ]
+    for group in range(2):
+        own = meta.of(group)
+        np.testing.assert_array_equal(own.slots, meta.slots[group])
+        np.testing.assert_array_equal(own.block_tables, meta.block_tables[group])
+        np.testing.assert_array_equal(meta.of(jnp.int32(group)).slots, own.slots)
+
+
 def test_keeps_no_token_of_a_row_that_the_sampler_fills():
     plan = StepPlan(0, (part(1, 0, [1], blocks=[5]), part(3, 0, [1], blocks=[6])))
     inputs = make_builder().build(plan, Bucket(2, 2, 8), to_sample={0})
@@ -68,7 +96,7 @@ def test_keeps_no_token_of_a_row_that_the_sampler_fills():
 def test_an_empty_plan_writes_no_slots_and_keeps_no_tokens():
     inputs = make_builder().build(StepPlan(0, ()), Bucket(2, 2, 8))
     assert inputs.meta.decode_only
-    assert inputs.meta.slots.tolist() == [NUM_SLOTS] * 2
+    assert inputs.meta.slots.tolist() == [[NUM_SLOTS] * 2]
     assert inputs.meta.seq_lens.tolist() == [0, 0]
     assert inputs.kept_in_row.tolist() == [NUM_ROWS] * 2
     assert inputs.fed_from_row.tolist() == [-1, -1]

@@ -7,6 +7,7 @@ checks requests without importing any stage.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -76,10 +77,9 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
         values = value if is_list else [value]
         ok = is_list == (self.most is not None) and len(values) <= (self.most or 1)
         if not ok or not all(self._allows(one, vocab_size) for one in values):
-            shown = repr(value)
-            shown = shown if len(shown) <= 100 else shown[:100] + "..."
+            got = reprlib.repr(value)  # shortens long values
             raise InvalidRequestError(
-                f"{field} must be {self._expected(vocab_size)}, got {shown}", param=field
+                f"{field} must be {self._expected(vocab_size)}, got {got}", param=field
             )
         if self.kind == "float":
             values = [float(one) for one in values]

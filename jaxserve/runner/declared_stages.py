@@ -27,7 +27,7 @@ MIN_TOKENS = 256
 
 @dataclass(frozen=True)
 class StageWork:
-    """What the stages of one step see, as numpy arrays, in the order in which they run.
+    """The inputs of the stages of one step, as numpy arrays, in the order in which they run.
 
     Attributes:
       processors: the index of each logits processor to run, and its rows.
@@ -171,7 +171,7 @@ class DeclaredStages:
         return self._programs[k](logits, last_tokens, pack(rows), shapes=shapes)
 
     def _rows(self, k: int, parts: Sequence[ScheduledRequest], inputs: SamplingInputs) -> StageRows:
-        """Returns what stage ``k`` sees of the parts, padded to the rows of ``inputs``."""
+        """Returns the inputs of stage ``k`` for the parts, padded to the rows of ``inputs``."""
         used = [(i, p) for i, p in enumerate(parts) if k in self._entries.get(p.row, ())]
         longest = max(part.start + part.num_tokens for _, part in used)
         width = next((w for w in self._widths[k] if w >= longest), self._widths[k][-1])

@@ -60,7 +60,7 @@ class SamplingWork:
       inputs: the parameters of those rows, as numpy arrays, or None. The masks of constraints are
         not filled yet.
       raw: f32[B, V], the rows to score as the model computed them, or None.
-      stages: what the declared stages see of the rows to sample.
+      stages: the inputs of the declared stages for the rows to sample.
     """
 
     plan: StepPlan

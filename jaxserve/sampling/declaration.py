@@ -1,4 +1,4 @@
-"""What a stage of the sampler declares: its parameters, its arrays and its function.
+"""The declaration of a stage of the sampler: its parameters, its arrays and its function.
 
 A declared stage is a program of its own that runs only in steps in which a request uses it, between
 the programs of `jaxserve.sampling.sampler`. It reaches an engine through `sampling.registry`.
@@ -24,10 +24,13 @@ from jaxserve.sampling.draw import row_keys
 from jaxserve.sampling.stages import Logits
 from jaxserve.sampling_params import SamplingParams
 
-__all__ = ["ALL_TOKENS", "Parameter", "Stage", "StageRows", "Values", "apply_stage"]
+__all__ = ["ALL_TOKENS", "NO_TOKEN", "Parameter", "Stage", "StageRows", "Values", "apply_stage"]
 
 ALL_TOKENS = -1
 """The value of `Stage.num_tokens` that asks for all tokens of a request."""
+
+NO_TOKEN = 2**31 - 1
+"""Padding of `StageRows.tokens`. It is outside every vocabulary, so scatters skip it."""
 
 LARGEST_LOGIT = 1e30
 """Larger logits of a stage act like this one. Temperature and penalties keep it finite."""
@@ -39,9 +42,9 @@ Values: TypeAlias = Mapping[str, Any]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StageRows:
-    """What a stage sees of each row of logits. R is padded.
+    """The parameters and tokens of each row of logits, for one stage. R is padded.
 
-    ``rows[name]`` is an entry of ``arrays``.
+    ``rows[name]`` is one of ``arrays``.
 
     Attributes:
       arrays: [R, ...] each, stacked from what `Stage.arrays` returns for each request. Rows that do
@@ -50,9 +53,9 @@ class StageRows:
       seeds: u32[R, 2], low and high half of the 64-bit seed.
       positions: i32[R], position of the sampled token in its request.
       num_output_tokens: i32[R], tokens generated so far; 0 in rows that do not use the stage.
-      tokens: i32[R, N], the last N tokens of prompt and output, the newest one in column N - 1. -1
-        before the first token, and in rows that do not use the stage. N is `Stage.num_tokens`, or
-        one of a few sizes if that is `ALL_TOKENS`.
+      tokens: i32[R, N], the last N tokens of prompt and output, the newest one in column N - 1.
+        `NO_TOKEN` before the first one, and in rows that do not use the stage. N is
+        `Stage.num_tokens`, or one of a few sizes if that is `ALL_TOKENS`.
       pending_row: i32[R], the engine row in [0, S) whose last token the host has not seen, so that
         column N - 1 does not hold it; -1 if ``tokens`` is complete. A stage sees -1.
       salt: static, makes the random numbers of stages independent of each other.
@@ -175,7 +178,7 @@ class Stage:
             "seeds": np.zeros((num_rows, 2), np.uint32),
             "positions": np.zeros(num_rows, np.int32),
             "num_output_tokens": np.zeros(num_rows, np.int32),
-            "tokens": np.full((num_rows, num_tokens), -1, np.int32),
+            "tokens": np.full((num_rows, num_tokens), NO_TOKEN, np.int32),
             "pending_row": np.full(num_rows, -1, np.int32),
         }
         # `draw` folds the numbers of its rounds, which are small, into the same keys.
@@ -191,7 +194,7 @@ def apply_stage(
       stage: the stage.
       logits: f32[R, V], finite or -inf.
       last_tokens: i32[S], the last token of each engine row.
-      rows: what the stage sees of each row.
+      rows: the parameters and tokens of each row.
     """
     changed = stage.apply(logits, rows.with_pending(last_tokens))
     changed = jnp.where(logits == -jnp.inf, -jnp.inf, jnp.minimum(changed, LARGEST_LOGIT))

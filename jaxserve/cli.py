@@ -25,9 +25,10 @@ def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, 
     for field in dataclasses.fields(group):
         if field.name in skip:
             continue
-        flag = "--" + field.name.replace("_", "-")
+        alias = field.metadata["alias"]
         section.add_argument(
-            flag,
+            "--" + field.name.replace("_", "-"),
+            *([alias] if alias else []),
             dest=field.name,
             # The action "extend" cannot append to a tuple.
             default=None if field.default == () else field.default,

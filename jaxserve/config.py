@@ -17,12 +17,13 @@ GIB = 1024**3
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
-def setting(default: Any, help: str) -> Any:
+def setting(default: Any, help: str, *, alias: str = "") -> Any:
     """Declares a field that is also a command line flag, with its help text.
 
     The default is appended to the flag's help. If it is None or empty, ``help`` must describe it.
+    ``alias`` is a second name of the flag, such as "--model-path".
     """
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, "alias": alias})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,19 @@ class LogprobsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """The stages of the sampler."""
+
+    logits_processors: tuple[str, ...] = setting(
+        (),
+        "stage to add to the sampler: module:name, or the name of an entry point in the group "
+        "jaxserve.logits_processors. The engine imports the module and runs its code. May be "
+        "repeated (default: none)",
+        alias="--logits-processor",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """The number of engines."""
 
@@ -171,5 +185,6 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     logprobs: LogprobsConfig = field(default_factory=LogprobsConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -20,7 +21,7 @@ import typing
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tqdm import tqdm
 
@@ -42,6 +43,9 @@ from jaxserve.openai.prompts import render_prompt
 from jaxserve.openai.protocol import ChatRequest
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.sampling.declaration import Stage  # imports jax
 
 T = TypeVar("T")
 Messages: TypeAlias = list[dict[str, Any]]
@@ -67,6 +71,8 @@ class LLM:
 
     Args:
       model: a value of the flag ``--model``; None for the default model.
+      logits_processors: stages to add to the sampler: `sampling.declaration.Stage` objects, or
+        values of the flag ``--logits-processor``. They run in this order.
       factory: ``module:function`` that builds the engine.
       show_progress: print the progress of loading.
       **settings: any other field of the groups of `EngineConfig`, for example dtype="float32",
@@ -81,13 +87,19 @@ class LLM:
         self,
         model: str | None = None,
         *,
+        logits_processors: Sequence[str | Stage] = (),
         factory: str = FACTORY,
         show_progress: bool = True,
         **settings: Any,
     ) -> None:
         if model is not None:
             settings["model"] = model
-        config = engine_config(settings)
+        if isinstance(logits_processors, str):
+            raise ConfigError(
+                f"logits_processors must be a list of stages, got {logits_processors!r}"
+            )
+        names = tuple(each for each in logits_processors if isinstance(each, str))
+        config = engine_config({**settings, "logits_processors": names})
         if config.parallel.data_parallel_size != 1:
             raise ConfigError(
                 "data_parallel_size must be 1 for LLM, which runs one engine in this process; got "
@@ -96,6 +108,8 @@ class LLM:
         ask_for_memory(config, os.environ)
         files = ModelFiles.open(config.model)
         build = load_factory(factory)
+        if len(names) < len(logits_processors):
+            build = functools.partial(build, logits_processors=tuple(logits_processors))
         on_progress = ProgressLines() if show_progress else _ignore
         background = _Background()
         # The finalizer also runs at interpreter exit, which no thread inside jax may outlive.

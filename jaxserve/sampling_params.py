@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -89,6 +89,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         sequence is never sampled after the others.
       grammar: a constraint on the text, or None. It decides where the completion may end, and has
         precedence over ``min_tokens`` and ``bad_words_token_ids``.
+      extra_args: values of the parameters that stages of the sampler declare, by name; or None.
+        `ipc.parameters.checked_arguments` checks them.
       pooling: None to generate. Otherwise generate nothing and return one vector for the prompt:
         the final hidden state of its last token ("last"), or the mean over its tokens ("mean").
       detokenize: convert tokens to text. If false, only token IDs are returned, and stop strings
@@ -120,6 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    extra_args: dict[str, Any] | None = None
     pooling: Literal["last", "mean"] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True

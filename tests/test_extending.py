@@ -14,11 +14,14 @@ from flax import nnx
 
 import server.app
 from jaxserve import models
+from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.core import policy
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.device import Device
 from jaxserve.engine.core import EngineCore
+from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import Submit
+from jaxserve.llm import LLM
 from jaxserve.models import registry
 from jaxserve.models.causal_lm import Loop
 from jaxserve.models.loading import load_params
@@ -27,10 +30,13 @@ from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionMeta, KVCache
 from jaxserve.parsing.events import ContentDelta, ToolCallArguments
 from jaxserve.parsing.registry import TOOL_PARSERS, tool_parser
+from jaxserve.sampling import registry as registry_of_stages
+from jaxserve.sampling.registry import STAGES
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, FakeRunner
+from jaxserve.testing.reference import Reference
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
-from jaxserve.testing.tiny import random_tensors, tiny_config
+from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
 from jaxserve.testing.tolerance import assert_close, rounding
 from server.state import ServerState
 
@@ -158,11 +164,43 @@ def test_attention_backend_equals_xla(example, monkeypatch, window, soft_cap) ->
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
 @example_of("A sampler stage")
-def test_sampler_stage_drops_unlikely_tokens(example: types.ModuleType) -> None:
-    probabilities = jnp.array([[0.5, 0.4999, 0.9e-4, 1e-5]])
-    kept = example.drop_unlikely(jnp.log(probabilities) + 3.0, None)
-    assert np.isfinite(kept).tolist() == [[True, True, False, False]]
+@pytest.mark.parametrize("where", ["in the tree", "by its name", "as an object"])
+def test_sampler_stage_lowers_recent_tokens(example, monkeypatch, checkpoint, where) -> None:
+    """One file, and one line in the tree or one argument."""
+    added = {"by its name": ["example:stage"], "as an object": [example.stage]}.get(where, [])
+    if not added:
+        monkeypatch.setattr(registry_of_stages, "STAGES", (*STAGES, "example:stage"))
+    settings = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    quiet = {"warmup": False, "compilation_cache_dir": "", "show_progress": False}
+    penalties = [0.0, 0.3, 1000.0]
+    prompt, count = [5, 6, 7], 80
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=count, ignore_eos=True, extra_args={"recent_penalty": penalty}
+        )
+        for penalty in penalties
+    ]
+    with LLM(str(checkpoint), logits_processors=added, **settings, **quiet) as llm:
+        outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="recent_penalty must be a number between"):
+            llm.generate([prompt], SamplingParams(extra_args={"recent_penalty": -1.0}))
+    reference = Reference(dict(open_checkpoint(str(checkpoint)).tensors()))
+    for penalty, output in zip(penalties, outputs, strict=True):
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        assert len(tokens) == len(prompt) + count
+        logits = reference.logits(tokens)
+        expected = []
+        for length in range(len(prompt), len(tokens)):
+            logits[length - 1][np.unique(tokens[max(0, length - 64) : length])] -= penalty
+            expected.append(int(logits[length - 1].argmax()))
+        assert tokens[len(prompt) :] == expected
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 3
 
 
 @example_of("A scheduling policy")

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
@@ -28,9 +29,13 @@ from jaxserve.core.plan import Constraint, Runner, Sizes, StepHandle, StepPlan
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import Decision, FinishReason, Ready, RequestOutput, StepStats, Submit
+from jaxserve.ipc.parameters import Parameter
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.compiling import Compile, CompilingRequests
 
 logger = logging.getLogger(__name__)
+
+CheckParams: TypeAlias = Callable[[SamplingParams], None]
 
 IDLE_WAIT_S = 0.005
 """Seconds that `EngineCore.step` waits for a grammar to compile if it has nothing else to do."""
@@ -47,6 +52,8 @@ class EngineCore:
       depth: the most steps in flight, 1 or 2.
       compile_grammar: compiles the constraint of a request with a grammar. If None, grammars are
         ignored.
+      check_params: raises InvalidRequestError if the runner cannot run requests with these
+        parameters. None: it can run all of them.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class EngineCore:
         *,
         depth: int,
         compile_grammar: Compile | None = None,
+        check_params: CheckParams | None = None,
     ) -> None:
         assert depth in (1, 2), f"depth must be 1 or 2, got {depth}"
         self._scheduler = scheduler
@@ -64,6 +72,7 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._refused: list[RequestOutput] = []
         self._compiling = None if compile_grammar is None else CompilingRequests(compile_grammar)
+        self._check_params = check_params
         self._num_step_tokens = 0
 
     @property
@@ -142,6 +151,8 @@ class EngineCore:
 
     def _add(self, submit: Submit, constraint: Constraint | None) -> None:
         try:
+            if self._check_params is not None:
+                self._check_params(submit.params)
             self._scheduler.add(submit, constraint)
         except InvalidRequestError as error:
             self._refuse(submit.request_id, str(error))
@@ -183,6 +194,8 @@ def assemble(
     hidden_size: int,
     decisions: list[Decision],
     compile_grammar: Compile | None = None,
+    parameters: tuple[Parameter, ...] = (),
+    check_params: CheckParams | None = None,
 ) -> BuiltEngine:
     """Builds an engine from a runner. Every engine factory ends with this call.
 
@@ -195,6 +208,8 @@ def assemble(
       hidden_size: length of the vectors of pooling requests.
       decisions: the resolved settings with reasons, shown to the user.
       compile_grammar: see `EngineCore`.
+      parameters: the parameters that `SamplingParams.extra_args` may have.
+      check_params: see `EngineCore`.
 
     Raises:
       ConfigError: the scheduling policy is unknown.
@@ -219,7 +234,10 @@ def assemble(
         decisions=decisions,
         hidden_size=hidden_size,
         max_logprobs=config.logprobs.limit(vocab_size),
+        parameters=parameters,
     )
     depth = 2 if config.scheduler.async_scheduling else 1
-    core = EngineCore(scheduler, runner, depth=depth, compile_grammar=compile_grammar)
+    core = EngineCore(
+        scheduler, runner, depth=depth, compile_grammar=compile_grammar, check_params=check_params
+    )
     return BuiltEngine(core, ready)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,12 +30,18 @@ from jaxserve.runner.buckets import table_widths
 from jaxserve.runner.compilation_cache import keep_compiled_programs
 from jaxserve.runner.device import current_device
 from jaxserve.runner.runner import ModelRunner
+from jaxserve.sampling.declaration import Stage
+from jaxserve.sampling.registry import check_params, load_stages
 from jaxserve.structured_output.constraint import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 
 
 def build(
-    config: EngineConfig, engine: int, on_progress: Callable[[Progress], None]
+    config: EngineConfig,
+    engine: int,
+    on_progress: Callable[[Progress], None],
+    *,
+    logits_processors: Sequence[str | Stage] | None = None,
 ) -> BuiltEngine:
     """Builds an engine that is ready to serve.
 
@@ -44,6 +50,7 @@ def build(
       engine: index of the engine among the replicas.
       on_progress: receives progress reports, at least one every few seconds; called from two
         threads, but never concurrently.
+      logits_processors: replaces those of the config, which cannot hold objects.
 
     Raises:
       CheckpointError: the model is missing, damaged or not supported.
@@ -65,6 +72,11 @@ def build(
         Decision("attention", backend.name, backend_reason),
         Decision("layers", loop, loop_reason),
     ]
+    added = config.sampling.logits_processors if logits_processors is None else logits_processors
+    stages = load_stages(added, spec.vocab_size)
+    if added:
+        names = ", ".join(stage.name for stage in stages[-len(added) :])
+        decisions.append(Decision("logits processors", names, "as asked"))
 
     phase = functools.partial(Phase, engine, on_progress=on_progress)
     with phase("load weights", "bytes") as loading:
@@ -82,6 +94,7 @@ def build(
         vocab_size=spec.vocab_size,
         table_widths=table_widths(sizes.max_model_len, sizes.block_size),
         logprobs_mode=config.logprobs.logprobs_mode,
+        stages=stages,
     )
     if config.compile.warmup:
         with phase("compile", "programs") as compiling:
@@ -96,6 +109,8 @@ def build(
         hidden_size=spec.hidden_size,
         decisions=[*decisions, *weights_decisions, *sizes.decisions, kept],
         compile_grammar=grammars.start,
+        parameters=tuple(parameter for stage in stages for parameter in stage.parameters),
+        check_params=functools.partial(check_params, stages),
     )
 
 

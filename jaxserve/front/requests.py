@@ -19,6 +19,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.front.metrics import RequestRecord
 from jaxserve.front.served_model import ServedModel
 from jaxserve.ipc.messages import Submit
+from jaxserve.ipc.parameters import checked_arguments
 from jaxserve.parsing.parser import MessageParser
 from jaxserve.sampling_params import INT64, SamplingParams, check_ids
 
@@ -90,7 +91,8 @@ def resolve(
 
     Raises:
       ContextLengthError: a prompt, or a prompt with the requested length, does not fit.
-      InvalidRequestError: a token ID, a count of log probabilities or the priority is out of range.
+      InvalidRequestError: a token ID, a count of log probabilities, a parameter of a stage or the
+        priority is out of range.
     """
     params, ready = request.params, model.ready
     params.check_token_ids(ready.vocab_size)
@@ -100,7 +102,12 @@ def resolve(
             f"priority must be between {INT64[0]} and {INT64[1]}, got {request.priority}",
             param="priority",
         )
-    normalised = params.normalised()
+    normalised = msgspec.structs.replace(
+        params.normalised(),
+        extra_args=checked_arguments(
+            params.extra_args, ready.parameters, ready.vocab_size, field="extra_args"
+        ),
+    )
     base = f"{request.request_id}-{uuid.uuid4().hex[:12]}"
     tasks: list[CompletionTask] = []
     for i, prompt_ids in enumerate(request.prompts):

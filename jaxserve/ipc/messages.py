@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from jaxserve.ipc.parameters import Parameter
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -104,6 +105,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True, gc=False)
       decisions: the settings that were resolved, with reasons.
       hidden_size: length of the vectors of `SamplingParams.pooling`.
       max_logprobs: the largest `SamplingParams.logprobs` that the engine serves.
+      parameters: the parameters that `SamplingParams.extra_args` may have.
     """
 
     engine: int
@@ -116,6 +118,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True, gc=False)
     decisions: list[Decision]
     hidden_size: int = 0
     max_logprobs: int = 20
+    parameters: tuple[Parameter, ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
+from jaxserve.ipc.parameters import checked_arguments
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from jaxserve.sampling_params import MAX_BAD_WORDS, Grammar, SamplingParams, logprobs_within
 
@@ -186,6 +187,9 @@ def _params(
     values["logit_bias"] = request.logit_bias or None
     if request.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(request.allowed_token_ids)
+    values["extra_args"] = checked_arguments(
+        request.vllm_xargs, model.ready.parameters, model.vocab_size, field="vllm_xargs"
+    )
     values["max_tokens"] = requested_tokens(request)
     try:
         return SamplingParams(**{**values, **overrides})

@@ -59,6 +59,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
     response_format: Any = None
     structured_outputs: Any = None

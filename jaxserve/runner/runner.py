@@ -17,11 +17,13 @@ from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.ops.attention import AttentionBackend, KVCache
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import Bucket, Buckets
+from jaxserve.runner.declared_stages import DeclaredStages
 from jaxserve.runner.jit import CompilationLog, Program, pack
 from jaxserve.runner.pooling import PooledVectors, Pooler
 from jaxserve.runner.prompt_logprobs import PromptScorer, PromptScores
 from jaxserve.runner.step import Forward, LanguageModel, StepState, make_step
 from jaxserve.runner.token_sampler import NO_REQUESTS, Sampled, SamplingWork, TokenSampler
+from jaxserve.sampling.declaration import Stage
 from jaxserve.sampling.logprobs import to_message
 
 
@@ -40,6 +42,7 @@ class ModelRunner:
       vocab_size: the width of the logits.
       table_widths: the widths of block tables to compile for; see `Buckets`.
       logprobs_mode: see `LogprobsConfig`.
+      stages: the declared stages of the sampler.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class ModelRunner:
         vocab_size: int,
         table_widths: tuple[int, ...],
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        stages: Sequence[Stage] = (),
     ) -> None:
         rows = sizes.max_num_seqs
         self._log = CompilationLog()
@@ -60,7 +64,13 @@ class ModelRunner:
         self._state = StepState(kv, jnp.zeros(rows, jnp.int32))
         self._step = Program("step", make_step(bind, attention), self._log)
         self._sampler = TokenSampler(
-            num_rows=rows, vocab_size=vocab_size, logprobs_mode=logprobs_mode, log=self._log
+            num_rows=rows,
+            vocab_size=vocab_size,
+            logprobs_mode=logprobs_mode,
+            log=self._log,
+            stages=DeclaredStages(
+                stages, num_rows=rows, max_model_len=sizes.max_model_len, log=self._log
+            ),
         )
         self._scorer = PromptScorer(bind, vocab_size, logprobs_mode=logprobs_mode, log=self._log)
         self._pooler = Pooler(bind, log=self._log)

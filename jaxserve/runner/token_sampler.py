@@ -16,8 +16,15 @@ from jaxserve.arrays import Leaf
 from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import ScheduledRequest, StepPlan
 from jaxserve.runner.buckets import sampler_sizes
+from jaxserve.runner.declared_stages import NO_STAGES, DeclaredStages, StageWork
 from jaxserve.runner.jit import CompilationLog, Packed, Program, pack
-from jaxserve.runner.sampling_batch import SamplingBatchBuilder, SamplingNeeds, fill_masks
+from jaxserve.runner.sampling_batch import (
+    SamplingBatchBuilder,
+    SamplingNeeds,
+    fill_masks,
+    only_penalties,
+    without_penalties,
+)
 from jaxserve.sampling.inputs import Filters, SamplingInputs
 from jaxserve.sampling.logprobs import Logprobs, compute_logprobs, logprobs_size
 from jaxserve.sampling.sampler import filtered_logits, process_logits, sample
@@ -53,6 +60,7 @@ class SamplingWork:
       inputs: the parameters of those rows, as numpy arrays, or None. The masks of constraints are
         not filled yet.
       raw: f32[B, V], the rows to score as the model computed them, or None.
+      stages: the inputs of the declared stages for the rows to sample.
     """
 
     plan: StepPlan
@@ -60,6 +68,7 @@ class SamplingWork:
     logits: Logits | None
     inputs: SamplingInputs | None
     raw: Float32[Array, "b vocab"] | None
+    stages: StageWork = NO_STAGES
 
 
 class TokenSampler:
@@ -71,23 +80,32 @@ class TokenSampler:
         logits [R, V] -> take -> process (masks) -> process (token lists) -> sample -> tokens
         logits [R, V] -> take -> score, with the tokens -> log probabilities
 
-    Each program is compiled for a few numbers of rows, and runs only if a row needs it.
+    Each program is compiled for a few numbers of rows, and runs only if a row needs it. Declared
+    stages have their own programs: logits processors run before penalties, filters before `sample`.
 
     Args:
       num_rows: S, the engine's rows.
       vocab_size: V.
       logprobs_mode: which numbers are reported as log probabilities; see `LogprobsConfig`.
       log: receives the compilations.
+      stages: the declared stages; None: there are none.
     """
 
     def __init__(
-        self, *, num_rows: int, vocab_size: int, logprobs_mode: LogprobsMode, log: CompilationLog
+        self,
+        *,
+        num_rows: int,
+        vocab_size: int,
+        logprobs_mode: LogprobsMode,
+        log: CompilationLog,
+        stages: DeclaredStages | None = None,
     ) -> None:
         self.num_rows = num_rows
         self._vocab_size = vocab_size
         self._sizes = sampler_sizes(num_rows)
         self._scores_processed = logprobs_mode.startswith("processed")
         self._batch = SamplingBatchBuilder(num_rows=num_rows, vocab_size=vocab_size)
+        self._stages = stages or DeclaredStages((), num_rows=num_rows, max_model_len=1, log=log)
 
         @jax.jit
         def take_step(
@@ -125,14 +143,17 @@ class TokenSampler:
     def admit(self, part: ScheduledRequest) -> None:
         """Stores the parameters of a new request in its row."""
         self._batch.admit(part)
+        self._stages.admit(part)
 
     def needs(self, plan: StepPlan) -> SamplingNeeds:
         """Returns the work of the sampler for a plan."""
         needs = self._batch.needs(plan)
-        if not self._scores_processed or not needs.to_score:
-            return needs
         # With a processed logprobs_mode, scored rows must pass every stage too.
-        to_sample = tuple(sorted({*needs.to_sample, *needs.to_score}))
+        to_process = needs.to_score if self._scores_processed else ()
+        users = self._stages.users(plan)
+        if not to_process and not users:
+            return needs
+        to_sample = tuple(sorted({*needs.to_sample, *to_process, *users}))
         return dataclasses.replace(needs, to_sample=to_sample)
 
     def gather(
@@ -143,12 +164,14 @@ class TokenSampler:
         It does not wait for the device.
         """
         raw = taken = inputs = None
+        stages = NO_STAGES
         if needs.to_sample:
             taken = self._rows(logits, needs.to_sample)
             inputs = self._batch.build(plan, needs, len(taken))
+            stages = self._stages.gather(plan, needs.to_sample, inputs)
         if needs.to_score and not self._scores_processed:
             raw = self._rows(logits, needs.to_score)
-        return SamplingWork(plan, needs, taken, inputs, raw)
+        return SamplingWork(plan, needs, taken, inputs, raw, stages)
 
     def finish(self, work: SamplingWork, last_tokens: LastTokens) -> tuple[LastTokens, Sampled]:
         """Starts the rest of the sampler's work, without waiting for the device.
@@ -166,7 +189,7 @@ class TokenSampler:
         if work.inputs is not None:
             fill_masks(plan, needs, work.inputs)
             last_tokens, tokens, processed = self._sampled(
-                work.logits, last_tokens, work.inputs, needs
+                work.logits, last_tokens, work.inputs, needs, work.stages
             )
             if needs.to_score and processed is not None:
                 row_of = {index: row for row, index in enumerate(needs.to_sample)}
@@ -198,6 +221,7 @@ class TokenSampler:
                 yield name, functools.partial(self._warm_up_sampling, size, filters)
             name = f"log probabilities of {size} rows"
             yield name, functools.partial(self._warm_up_scores, size)
+        yield from self._stages.warm_ups(self._sizes, self._no_logits, self._no_inputs)
 
     def _rows(
         self, logits: Float32[Array, "rows vocab"], indices: Sequence[int]
@@ -214,6 +238,7 @@ class TokenSampler:
         last_tokens: LastTokens,
         inputs: SamplingInputs,
         needs: SamplingNeeds,
+        stages: StageWork = NO_STAGES,
     ) -> tuple[LastTokens, Int32[Array, " rows"], Logits | None]:
         """Returns the last tokens, the sampled tokens, and the logits after the last stage.
 
@@ -221,8 +246,12 @@ class TokenSampler:
         """
         if needs.has_masks:
             logits = self._masked(logits, last_tokens, inputs)
-        if needs.has_token_lists:
+        if stages.processors:
+            logits = self._processed(logits, last_tokens, inputs, needs, stages)
+        elif needs.has_token_lists:
             logits = self._listed(logits, last_tokens, inputs)
+        if stages.filters:
+            logits, inputs = self._stages.filter(logits, last_tokens, stages, inputs)
         parameters = dataclasses.replace(inputs, mask=None, biased=None, blocked=None, seen=None)
         shapes = f"{len(logits)} rows, {inputs.filters.value}"
         return self._sample(logits, last_tokens, pack(parameters), shapes=shapes)
@@ -242,6 +271,22 @@ class TokenSampler:
         shapes = f"{len(logits)} rows, lists of {len(inputs.seen.ids)} tokens"
         return self._process(logits, last_tokens, pack(lists), shapes=shapes)
 
+    def _processed(
+        self,
+        logits: Any,
+        last_tokens: LastTokens,
+        inputs: SamplingInputs,
+        needs: SamplingNeeds,
+        stages: StageWork,
+    ) -> Logits:
+        """Applies the declared logits processors between the token lists: before penalties."""
+        if needs.has_token_lists:
+            logits = self._listed(logits, last_tokens, without_penalties(inputs))
+        logits = self._stages.process(logits, last_tokens, stages)
+        if needs.has_token_lists:
+            logits = self._listed(logits, last_tokens, only_penalties(inputs))
+        return logits
+
     def _scores(
         self, logits: Logits, last_tokens: LastTokens, rows: Sequence[int], k: int
     ) -> Logprobs:
@@ -259,15 +304,17 @@ class TokenSampler:
         return self._scores(self._no_logits(size), self._no_tokens(), [0] * size, k)
 
     def _warm_up_processing(self, size: int, *, has_masks: bool) -> Any:
-        needs = SamplingNeeds(has_masks=has_masks, has_token_lists=not has_masks)
-        inputs = self._batch.build(NO_REQUESTS, needs, size)
+        inputs = self._no_inputs(size, has_masks=has_masks, has_token_lists=not has_masks)
         process = self._masked if has_masks else self._listed
         return process(self._no_logits(size), self._no_tokens(), inputs)
 
     def _warm_up_sampling(self, size: int, filters: Filters) -> Any:
         needs = SamplingNeeds(filters=filters)
-        inputs = self._batch.build(NO_REQUESTS, needs, size)
+        inputs = self._no_inputs(size, filters=filters)
         return self._sampled(self._no_logits(size), self._no_tokens(), inputs, needs)
+
+    def _no_inputs(self, num_rows: int, **needs: Any) -> SamplingInputs:
+        return self._batch.build(NO_REQUESTS, SamplingNeeds(**needs), num_rows)
 
     def _no_logits(self, num_rows: int) -> Logits:
         return jnp.zeros((num_rows, self._vocab_size))

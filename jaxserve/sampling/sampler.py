@@ -19,6 +19,7 @@ from jaxserve.sampling.stages import (
     LOGITS_PROCESSORS,
     SAMPLING_FILTERS,
     Logits,
+    keep_min_p,
     keep_top_p,
     scale_by_temperature,
 )
@@ -46,6 +47,15 @@ def process_logits(
     for stage in LOGITS_PROCESSORS:
         logits = stage(logits, inputs)
     return logits
+
+
+def prepare_filters(logits: Logits, inputs: SamplingInputs) -> Logits:
+    """Divides logits f32[R, V] by the temperature and applies min_p.
+
+    This is the first part of `sample`, for steps with declared filters, which run after it.
+    """
+    inputs = dataclasses.replace(inputs, filters=Filters.SMALL_TOP_K)
+    return keep_min_p(scale_by_temperature(logits, inputs), inputs)
 
 
 def sample(logits: Logits, inputs: SamplingInputs) -> tuple[Int32[Array, " rows"], Logits]:

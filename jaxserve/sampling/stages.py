@@ -1,8 +1,9 @@
 """The stages that change logits before a token is taken, one function each.
 
 A stage maps logits f32[R, V] to logits of the same shape. If its parameters are missing in
-`SamplingInputs`, it does nothing and costs nothing. To add a stage, write the function, insert it
-into `LOGITS_PROCESSORS` or `SAMPLING_FILTERS`, and add its parameters to `SamplingInputs`.
+`SamplingInputs`, it does nothing and costs nothing. These are the stages whose parameters are
+fields of `SamplingParams`; they share a few programs. All other stages declare themselves, as
+`sampling.declaration` describes.
 
 A stage removes a token by setting its logit to -inf. Filters keep every token that ties with the
 last one kept.
@@ -20,7 +21,7 @@ from jaxserve.sampling.vocabulary import kth_largest, smallest_of_mass, top_k
 
 Logits = Float32[Array, "rows vocab"]
 
-Stage = Callable[[Logits, SamplingInputs], Logits]
+StageFn = Callable[[Logits, SamplingInputs], Logits]
 """(logits f32[R, V], inputs) -> logits f32[R, V]"""
 
 
@@ -112,10 +113,12 @@ def keep_top_p(logits: Logits, tokens: Int32[Array, " rows"], inputs: SamplingIn
     return jnp.where(logits >= least[:, None], logits, -jnp.inf)
 
 
-LOGITS_PROCESSORS: tuple[Stage, ...] = (keep_allowed, block_tokens, add_bias, penalise)
-"""Stages that can change which token is the most likely, in order."""
+LOGITS_PROCESSORS: tuple[StageFn, ...] = (keep_allowed, block_tokens, add_bias, penalise)
+"""Stages that can change which token is the most likely, in order. Declared logits processors run
+before `penalise`.
+"""
 
-SAMPLING_FILTERS: tuple[Stage, ...] = (keep_min_p, keep_top_k)
+SAMPLING_FILTERS: tuple[StageFn, ...] = (keep_min_p, keep_top_k)
 """Stages that always keep the most likely token, in order. They see logits divided by the
-temperature. The draw applies top-p after them.
+temperature. Declared filters run before `keep_top_k`. The draw applies top-p after all of them.
 """

@@ -18,6 +18,7 @@ from jaxserve.ipc.messages import RequestOutput, Submit
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 from jaxserve.runner.kv_cache import allocate
 from jaxserve.runner.runner import ModelRunner
+from jaxserve.sampling.declaration import Stage
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import tolerance
 
@@ -141,7 +142,12 @@ def _hidden(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
     return x
 
 
-def make_runner(params: dict[str, jax.Array] | None = None, *, sizes: Sizes = SIZES) -> ModelRunner:
+def make_runner(
+    params: dict[str, jax.Array] | None = None,
+    *,
+    sizes: Sizes = SIZES,
+    stages: Sequence[Stage] = (),
+) -> ModelRunner:
     kv = allocate(
         num_layers=LAYERS,
         num_blocks=sizes.num_blocks,
@@ -160,6 +166,7 @@ def make_runner(params: dict[str, jax.Array] | None = None, *, sizes: Sizes = SI
         sizes=sizes,
         vocab_size=VOCAB,
         table_widths=TABLE_WIDTHS,
+        stages=stages,
     )
 
 
@@ -167,6 +174,12 @@ def make_runner(params: dict[str, jax.Array] | None = None, *, sizes: Sizes = SI
 def runner() -> ModelRunner:
     """Compiled once for all tests. The block pool of a scheduler may be smaller than its cache."""
     return make_runner()
+
+
+@pytest.fixture(scope="session")
+def new_runner() -> Callable[..., ModelRunner]:
+    """``new_runner(stages=...)`` returns a runner of its own."""
+    return make_runner
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,158 @@
+"""The parameters that stages of the sampler declare, and the check of the values in a request.
+
+An engine reports the parameters of its stages when it starts (`Ready.parameters`). So the front
+checks requests without importing any stage.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from jaxserve.errors import ConfigError, InvalidRequestError
+
+MAX_CHARS = 1000
+"""Longest string that a parameter accepts."""
+
+INT32 = (-(2**31), 2**31 - 1)
+FLOAT32_MAX = 3.4e38
+
+_NOUNS = {
+    "float": ("a number", "numbers"),
+    "int": ("an integer", "integers"),
+    "bool": ("true or false", "booleans"),
+    "str": ("a string", "strings"),
+    "token": ("a token ID", "token IDs"),
+}
+
+
+class Parameter(msgspec.Struct, frozen=True, array_like=True):
+    """A parameter of a request that a stage declares.
+
+    Attributes:
+      name: its key in `SamplingParams.extra_args`, a Python identifier.
+      kind: the type of the value, or of each value of a list. An "int" has 32 bits, and a "token"
+        is in ``[0, V)``.
+      default: the value of requests that do not set the parameter.
+      low, high: the range of a "float" or "int", both included.
+      choices: the allowed strings of a "str"; empty for any string of up to `MAX_CHARS` characters.
+      most: None for one value. Otherwise the value is a list with at most this many values.
+
+    Raises:
+      ConfigError: the declaration contradicts itself.
+    """
+
+    name: str
+    kind: Literal["float", "int", "bool", "str", "token"]
+    default: Any
+    low: float = -math.inf
+    high: float = math.inf
+    choices: tuple[str, ...] = ()
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in _NOUNS:
+            expected = ", ".join(_NOUNS)
+            raise ConfigError(
+                f"the kind of parameter {self.name!r} must be one of {expected}, got {self.kind!r}"
+            )
+        if not self.name.isidentifier():
+            raise ConfigError(f"a parameter must have an identifier as name, got {self.name!r}")
+        try:
+            self.checked(self.default, INT32[1], field="its default")
+        except InvalidRequestError as error:
+            raise ConfigError(f"parameter {self.name}: {error}") from error
+
+    def checked(self, value: Any, vocab_size: int, *, field: str) -> Any:
+        """Returns a valid value; integers for a "float" become floats.
+
+        Raises:
+          InvalidRequestError: the value, for field ``field``, is invalid.
+        """
+        is_list = isinstance(value, list | tuple)
+        values = value if is_list else [value]
+        ok = is_list == (self.most is not None) and len(values) <= (self.most or 1)
+        if not ok or not all(self._allows(one, vocab_size) for one in values):
+            got = reprlib.repr(value)  # shortens long values
+            raise InvalidRequestError(
+                f"{field} must be {self._expected(vocab_size)}, got {got}", param=field
+            )
+        if self.kind == "float":
+            values = [float(one) for one in values]
+        return list(values) if is_list else values[0]
+
+    def _allows(self, value: Any, vocab_size: int) -> bool:
+        """Whether this is a valid value, or a valid value of a list. Nothing is converted."""
+        match self.kind:
+            case "bool":
+                return isinstance(value, bool)
+            case "str":
+                is_short = isinstance(value, str) and len(value) <= MAX_CHARS
+                return is_short and (not self.choices or value in self.choices)
+            case "float":
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                # Comparisons with NaN are false.
+                is_finite = is_number and -FLOAT32_MAX <= value <= FLOAT32_MAX
+                return is_finite and self.low <= value <= self.high
+            case _:
+                low, high = (0, vocab_size - 1) if self.kind == "token" else INT32
+                is_whole = isinstance(value, int) and not isinstance(value, bool)
+                return is_whole and low <= value <= high and self.low <= value <= self.high
+
+    def _expected(self, vocab_size: int) -> str:
+        """Describes the valid values."""
+        one, several = _NOUNS[self.kind]
+        text = one if self.most is None else f"a list of at most {self.most} {several}"
+        low, high = self.low, self.high
+        if self.kind in ("int", "token"):
+            least, most = (0, vocab_size - 1) if self.kind == "token" else INT32
+            low, high = max(least, low), min(most, high)
+        if self.choices:
+            text += f", one of {', '.join(map(repr, self.choices))}"
+        elif self.kind == "str":
+            text += f" of at most {MAX_CHARS} characters"
+        elif self.kind != "bool" and math.isfinite(low) and math.isfinite(high):
+            text += f" between {low} and {high}"
+        elif self.kind == "float" and math.isfinite(low):
+            text += f" of at least {low}"
+        elif self.kind == "float" and math.isfinite(high):
+            text += f" of at most {high}"
+        return text
+
+
+def checked_arguments(
+    given: Mapping[str, Any] | None,
+    parameters: Sequence[Parameter],
+    vocab_size: int,
+    *,
+    field: str,
+) -> dict[str, Any] | None:
+    """Returns the values that a request gives to parameters of stages; None if it gives none.
+
+    Args:
+      given: name of the parameter -> value.
+      parameters: the parameters of the engine.
+      vocab_size: the width of the logits.
+      field: the field that holds ``given``, for messages.
+
+    Raises:
+      InvalidRequestError: no stage has this parameter, or the value is invalid.
+    """
+    if not given:
+        return None
+    known = {parameter.name: parameter for parameter in parameters}
+    checked = {}
+    for name, value in given.items():
+        path = f"{field}.{name[:100]}"
+        if name not in known:
+            expected = f"one of {', '.join(known)}" if known else "none"
+            raise InvalidRequestError(
+                f"{path}: no stage of this server has such a parameter; expected {expected}",
+                param=path,
+            )
+        checked[name] = known[name].checked(value, vocab_size, field=path)
+    return checked

@@ -1,0 +1,450 @@
+"""Declared stages in steps: their order, isolation of rows, programs, and running engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
+from jaxserve.core.scheduler import Scheduler
+from jaxserve.engine.core import EngineCore
+from jaxserve.ipc.messages import FinishReason, Submit
+from jaxserve.runner.declared_stages import DeclaredStages
+from jaxserve.runner.jit import CompilationLog
+from jaxserve.runner.runner import ModelRunner, PendingStep
+from jaxserve.runner.token_sampler import TokenSampler
+from jaxserve.sampling import top_n_sigma
+from jaxserve.sampling.declaration import ALL_TOKENS, Parameter, Stage, StageRows
+from jaxserve.sampling.registry import check_params
+from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.testing.tolerance import rounding
+
+V, S = 500, 16
+
+
+def scale(logits: Any, rows: StageRows) -> Any:
+    return logits * rows["factor"][:, None]
+
+
+def lower_tokens(logits: Any, rows: StageRows) -> Any:
+    index = jnp.arange(len(logits))[:, None]
+    found = jnp.zeros(logits.shape, bool).at[index, rows.tokens].set(True, mode="drop")
+    return jnp.where(found, logits - rows["lower"][:, None], logits)
+
+
+def remove_output(logits: Any, rows: StageRows) -> Any:
+    width = rows.tokens.shape[1]
+    is_output = jnp.arange(width) >= width - rows.num_output_tokens[:, None]
+    tokens = jnp.where(is_output, rows.tokens, logits.shape[1])
+    return logits.at[jnp.arange(len(logits))[:, None], tokens].set(-jnp.inf, mode="drop")
+
+
+def drop_some(logits: Any, rows: StageRows) -> Any:
+    """Removes each token with a probability, but keeps the most likely one."""
+    noise = jax.vmap(lambda key: jax.random.uniform(key, logits.shape[1:]))(rows.keys())
+    is_best = logits == logits.max(-1, keepdims=True)
+    return jnp.where((noise < rows["drop"][:, None]) & ~is_best, -jnp.inf, logits)
+
+
+SCALE = Stage(name="scale", apply=scale, parameters=(Parameter("factor", "float", 1.0),))
+LOWER = Stage(
+    name="lower", apply=lower_tokens, parameters=(Parameter("lower", "float", 0.0),), num_tokens=4
+)
+ONCE = Stage(
+    name="once",
+    apply=remove_output,
+    parameters=(Parameter("once", "bool", False),),
+    num_tokens=ALL_TOKENS,
+)
+DROP = Stage(
+    name="drop", apply=drop_some, parameters=(Parameter("drop", "float", 0.0),), is_filter=True
+)
+STAGES = (top_n_sigma.stage, SCALE, LOWER, ONCE, DROP)
+
+
+def make_sampler(log: CompilationLog, stages: Sequence[Stage] = STAGES, mode="processed_logits"):
+    declared = DeclaredStages(stages, num_rows=S, max_model_len=2000, log=log)
+    return TokenSampler(num_rows=S, vocab_size=V, logprobs_mode=mode, log=log, stages=declared)
+
+
+@pytest.fixture(scope="module")
+def sampler() -> TokenSampler:
+    return make_sampler(CompilationLog())
+
+
+def part(row: int, tokens: Sequence[int], *, unknown: int = 0, **params: Any) -> ScheduledRequest:
+    asked = SamplingParams(**{"temperature": 0.0, "seed": row, "logprobs": 20, **params})
+    return ScheduledRequest(
+        request_id=str(row), row=row, is_new=True, start=len(tokens) + unknown - 1, num_tokens=1,
+        token_ids=[], block_offset=0, new_block_ids=[], samples=True, params=asked.normalised(),
+        eos_token_id=None, num_prompt_tokens=3, known_token_ids=list(tokens),
+        num_unknown_tokens=unknown,
+    )  # fmt: skip
+
+
+def run(
+    sampler: TokenSampler, logits: np.ndarray, parts: Sequence[ScheduledRequest], last: int = -1
+) -> StepResult:
+    """Samples from logits [R, V]. ``last`` is the last token of every engine row."""
+    plan = StepPlan(0, tuple(parts))
+    for each in parts:
+        sampler.admit(each)
+    best = jnp.asarray(logits.argmax(-1), jnp.int32)
+    work = sampler.gather(plan, sampler.needs(plan), jnp.asarray(logits))
+    _, sampled = sampler.finish(work, jnp.full(S, last, jnp.int32))
+    step = PendingStep(plan, best, work, lambda _: sampled, scores=None, pooled=None)
+    step.sample()
+    return step.result()
+
+
+def make_logits(count: int, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).normal(size=(count, V)) * 3).astype(np.float32)
+
+
+def expected_logits(logits: np.ndarray, part: ScheduledRequest) -> np.ndarray:
+    """Applies all stages in vLLM's order, token by token, in float64."""
+    params, extra = part.params, part.params.extra_args or {}
+    tokens = list(part.known_token_ids)
+    output = tokens[part.num_prompt_tokens :]
+    values = logits.astype(np.float64)
+    if params.allowed_token_ids is not None:
+        values[np.setdiff1d(np.arange(V), params.allowed_token_ids)] = -np.inf
+    for token, bias in (params.logit_bias or {}).items():
+        values[token] += bias
+    values *= extra.get("factor", 1.0)
+    values[tokens[-4:]] -= extra.get("lower", 0.0)
+    if extra.get("once"):
+        values[output] = -np.inf
+    for token in set(tokens):
+        penalty = params.repetition_penalty
+        values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
+        values[token] -= params.frequency_penalty * output.count(token)
+    if params.is_greedy:
+        return values
+    values /= params.temperature
+    if params.min_p:
+        values[values < values.max() + np.log(params.min_p)] = -np.inf
+    if extra.get("top_n_sigma"):
+        deviation = values[np.isfinite(values)].std()
+        values[values < values.max() - extra["top_n_sigma"] * deviation] = -np.inf
+    if params.top_k:
+        values[values < np.sort(values)[-params.top_k]] = -np.inf
+    return values
+
+
+def random_part(rng: np.random.Generator, row: int) -> ScheduledRequest:
+    """Returns a part in which each parameter is set with probability one half."""
+
+    def maybe(**fields: Any) -> dict[str, Any]:
+        return {name: value for name, value in fields.items() if rng.random() < 0.5}
+
+    ids = rng.permutation(V)
+    extra = maybe(
+        factor=float(rng.uniform(0.3, 2)), lower=float(rng.uniform(-5, 5)), once=True,
+        top_n_sigma=float(rng.uniform(0.5, 1.5)),
+    )  # fmt: skip
+    asked = maybe(
+        temperature=float(rng.choice([0.5, 1.5])), min_p=0.02, top_k=int(rng.choice([3, 30])),
+        logit_bias={int(i): float(rng.normal() * 3) for i in ids[:20]},
+        allowed_token_ids=tuple(ids[10:300].tolist()),
+        repetition_penalty=1.4, frequency_penalty=0.4,
+    )  # fmt: skip
+    # Tokens of a small set, so that they repeat.
+    tokens = rng.choice(ids[:40], rng.integers(3, 60)).tolist()
+    return part(row, tokens, extra_args=extra or None, **asked)
+
+
+@pytest.mark.parametrize(("seed", "count"), [(0, 1), (1, 3), (2, 7), (3, 16), (4, 16)])
+def test_stages_run_in_the_order_of_vllm(sampler, seed, count):
+    rng = np.random.default_rng(seed)
+    logits = make_logits(count, seed)
+    parts = [random_part(rng, row) for row in rng.permutation(S)[:count].tolist()]
+    result = run(sampler, logits, parts)
+    assert result.logprobs is not None
+    for i, each in enumerate(parts):
+        expected = expected_logits(logits[i], each)
+        entry = result.logprobs[i]
+        assert entry is not None
+        assert expected[result.token_ids[i]] > -np.inf
+        if each.params.is_greedy:
+            assert result.token_ids[i] == expected.argmax()
+        # At most ten factors and sums per logit.
+        largest = np.abs(expected[np.isfinite(expected)]).max()
+        atol = rounding("float32", 10, scale=max(largest, 20))
+        best = np.sort(expected)[::-1][:20]
+        np.testing.assert_allclose(entry.logprobs[1:], best, rtol=0, atol=atol)
+        np.testing.assert_allclose(
+            entry.logprobs, expected[np.array(entry.token_ids)], rtol=0, atol=atol
+        )
+
+
+def test_requests_with_other_values_do_not_change_a_request(sampler):
+    """Bit by bit: these stages have no sums, whose order depends on the number of rows."""
+    rng = np.random.default_rng(9)
+    logits = make_logits(S)
+    parts = []
+    for row in range(S):
+        extra = {"factor": 0.5 + row / 8, "lower": float(row % 3), "drop": 0.2 * (row % 4)}
+        tokens = rng.integers(0, V, 5 + row).tolist()
+        parts.append(part(row, tokens, temperature=float(row % 2), extra_args=extra))
+    together = run(sampler, logits, parts)
+    for i in range(S):
+        alone = run(sampler, logits[i : i + 1], [parts[i]])
+        assert alone.token_ids[0] == together.token_ids[i]
+        assert alone.logprobs is not None
+        assert together.logprobs is not None
+        assert alone.logprobs[0] == together.logprobs[i]
+
+
+def test_a_stage_sees_a_token_that_the_host_does_not_know_yet(sampler):
+    logits = make_logits(3)
+    best, second = np.argsort(logits, axis=-1)[:, ::-1][:, :2].T
+    extra = {"lower": 1000.0, "once": True}
+    # The newest token, on the device only, is the most likely one of the first row.
+    parts = [part(row, [1, 2, 3, 4], unknown=1, extra_args=extra) for row in range(3)]
+    result = run(sampler, logits, parts, last=int(best[0]))
+    assert result.token_ids[0] == second[0]
+    assert result.token_ids[1:] == best[1:].tolist()
+    # Four tokens from the end, after the newest one: the first of these is out of sight.
+    known = [int(best[0]), 1, 2, 3]
+    extra = {"lower": 1000.0}
+    seen, unseen = (
+        run(sampler, logits[:1], [part(0, known, unknown=unknown, extra_args=extra)], last=5)
+        for unknown in (0, 1)
+    )
+    assert (seen.token_ids[0], unseen.token_ids[0]) == (second[0], best[0])
+
+
+def test_draws_of_a_random_stage_do_not_repeat(sampler):
+    """Each token but the best is kept with probability 0.3, independently at each position."""
+    extra = {"drop": 0.7}
+    logits = np.zeros((S, V), np.float32)
+    logits[:, 0] = 1e-6
+    kept = []
+    for length in range(4, 24):
+        parts = [
+            part(row, [1] * length, temperature=1.0, logprobs=V - 1, extra_args=extra)
+            for row in range(S)
+        ]
+        result = run(sampler, logits, parts)
+        assert result.logprobs is not None
+        for entry in result.logprobs:
+            assert entry is not None
+            allowed = np.array(entry.token_ids[1:])[np.isfinite(entry.logprobs[1:])]
+            kept.append(np.isin(np.arange(1, V), allowed))
+    fraction = np.mean(kept)
+    deviation = (0.3 * 0.7 / np.size(kept)) ** 0.5
+    assert abs(fraction - 0.3) < 5 * deviation
+    # Two independent sets of 0.3 V tokens have 0.09 V in common.
+    common = [np.mean(a & b) for a, b in zip(kept, kept[1:], strict=False)]
+    assert abs(np.mean(common) - 0.09) < 0.01
+    assert max(common) < 0.2
+
+
+def test_an_unused_stage_runs_no_program():
+    log = CompilationLog()
+    sampler = make_sampler(log, mode="raw_logprobs")
+    logits = make_logits(2)
+    off = {"factor": 1.0, "once": False}
+    parts = [part(0, [1, 2, 3], logprobs=None), part(1, [1, 2], logprobs=None, extra_args=off)]
+    # A filter does nothing for a greedy request.
+    parts[0] = part(0, [1, 2, 3], logprobs=None, extra_args={"drop": 0.5})
+    run(sampler, logits, parts)
+    assert log.programs == []
+    run(sampler, logits, [part(0, [1, 2, 3], logprobs=None, extra_args={"once": True})])
+    assert log.programs == [
+        "gathering rows of logits: 4 of 2 rows",
+        "stage once: 4 rows, 256 tokens",
+        "sampling tokens: 4 rows, no filters",
+    ]
+
+
+def test_programs_are_compiled_at_warm_up(caplog):
+    log = CompilationLog()
+    sampler = make_sampler(log)
+    with log.expected():
+        for _, compile_one in sampler.warm_ups([4, S]):
+            jax.block_until_ready(compile_one())
+    names = [program for program in log.programs if "stage" in program and "4 rows" in program]
+    assert names == [
+        "stage scale: 4 rows",
+        "stage lower: 4 rows, 4 tokens",
+        "stage once: 4 rows, 256 tokens",
+        "stage once: 4 rows, 1024 tokens",
+        "stage once: 4 rows, 2000 tokens",
+        "stage drop: 4 rows",
+    ]
+    before = len(log.programs)
+    rng = np.random.default_rng(3)
+    for length in (5, 300, 1999):
+        extra = {"factor": 2.0, "lower": 1.0, "once": True, "drop": 0.5}
+        parts = [
+            part(row, rng.integers(0, V, length).tolist(), temperature=1.0, extra_args=extra)
+            for row in range(4)
+        ]
+        for count in (1, 4):
+            run(sampler, make_logits(4)[:4], parts[:count] + [part(9, [1])] * (4 - count))
+    assert len(log.programs) == before
+    rare = part(0, [1, 2], temperature=1.0, extra_args={"top_n_sigma": 1.0})
+    run(sampler, make_logits(4), [rare, *(part(9, [1]) for _ in range(3))])
+    (record,) = caplog.records
+    assert "stage top_n_sigma: 4 rows" in record.getMessage()
+
+
+# In a running engine. The vocabulary and the sizes are those of the runner in conftest.py.
+
+VOCAB = 300
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 96,
+    "num_blocks": 257,
+    "block_size": 4,
+}
+VARIANTS: dict[str, dict[str, int]] = {
+    "plain": {},
+    "overlapped": {"depth": 2},
+    "chunked and overlapped": {"max_num_batched_tokens": 9, "depth": 2},
+    "preempted and overlapped": {"num_blocks": 26, "depth": 2},
+}
+NUM_TOKENS = 14
+
+
+@pytest.fixture(scope="module")
+def staged_runner(new_runner) -> ModelRunner:
+    return new_runner(stages=STAGES)
+
+
+def serve(
+    runner: ModelRunner, submits: Sequence[Submit], *, depth: int = 1, constraint=None, **sizes: int
+) -> tuple[dict[str, list[int]], int]:
+    """Returns the tokens of each request, and the number of preemptions."""
+
+    def compiled(_: Submit) -> Future:
+        future: Future = Future()
+        future.set_result(constraint())
+        return future
+
+    core = EngineCore(
+        Scheduler(**{**SIZES, **sizes}), runner, depth=depth, compile_grammar=compiled
+    )
+    for submit in submits:
+        core.add(submit)
+    tokens: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
+    while core.has_work:
+        for output in core.step(0.0):
+            tokens[output.request_id] += output.token_ids
+    return tokens, core.stats().total_preemptions
+
+
+def make_submits(num: int, **more: Any) -> list[Submit]:
+    """Returns requests with different values; two of every four are greedy, one has none."""
+    rng = np.random.default_rng(5)
+    submits = []
+    for i in range(num):
+        extra = [None, {"lower": 3.0 + i}, {"once": True}, {"drop": 0.5, "lower": 2.0}][i % 4]
+        params = SamplingParams(
+            temperature=1.0 if i % 4 >= 2 else 0.0, seed=i, max_tokens=NUM_TOKENS,
+            extra_args=extra, **more,
+        )  # fmt: skip
+        prompt = rng.integers(0, 250, 5 + 7 * i % 40).tolist()
+        submits.append(Submit(str(i), prompt, params))
+    return submits
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_do_not_depend_on_batch_overlap_or_preemption(staged_runner, variant):
+    submits = make_submits(8)
+    together, preemptions = serve(staged_runner, submits, **VARIANTS[variant])
+    assert (preemptions > 0) == ("preempted" in variant)
+    for submit in submits:
+        alone, _ = serve(staged_runner, [submit])
+        assert together[submit.request_id] == alone[submit.request_id]
+        if (submit.params.extra_args or {}).get("once"):
+            assert len(set(together[submit.request_id])) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_greedy_requests_equal_a_loop_over_the_whole_sequence(staged_runner, tiny_model, depth):
+    submits = [s for s in make_submits(8) if s.params.is_greedy]
+    served, _ = serve(staged_runner, submits, depth=depth)
+    plain, _ = serve(
+        staged_runner,
+        [Submit(s.request_id, s.prompt_token_ids, make_submits(1)[0].params) for s in submits],
+    )
+    assert any(served[name] != plain[name] for name in served), "the stage must matter"
+    for submit in submits:
+        tokens = list(submit.prompt_token_ids)
+        for _ in range(NUM_TOKENS):
+            logits = tiny_model.last_logits(tokens)
+            logits[np.unique(tokens[-4:])] -= (submit.params.extra_args or {}).get("lower", 0.0)
+            tokens.append(int(logits.argmax()))
+        assert served[submit.request_id] == tokens[len(submit.prompt_token_ids) :]
+
+
+class Evens:
+    """A constraint that allows even tokens, and after one that is divisible by 4 only multiples
+    of 3 as well."""
+
+    def __init__(self) -> None:
+        self.last = 2
+
+    def allowed(self) -> np.ndarray:
+        return np.arange(0, VOCAB, 2 if self.last % 4 else 6)
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        bits = np.zeros(len(mask) * 32, np.uint8)
+        bits[self.allowed()] = 1
+        mask[:] = np.packbits(bits, bitorder="little").view("<u4")
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        assert token_id in self.allowed()
+        self.last = token_id
+        return None
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_constrained_requests_use_stages(staged_runner, tiny_model, depth):
+    submits = make_submits(8, grammar=Grammar("regex", "x"))
+    served, _ = serve(staged_runner, submits, depth=depth, constraint=Evens)
+    for submit in submits:
+        constraint, tokens = Evens(), list(submit.prompt_token_ids)
+        for token in served[submit.request_id]:
+            if submit.params.is_greedy:
+                logits = tiny_model.last_logits(tokens)
+                lower = (submit.params.extra_args or {}).get("lower", 0.0)
+                logits[np.unique(tokens[-4:])] -= lower
+                allowed = constraint.allowed()
+                assert token == allowed[logits[allowed].argmax()]
+            constraint.accept(token)
+            tokens.append(token)
+
+
+def test_a_request_that_a_stage_cannot_run_is_refused(staged_runner) -> None:
+    def fail(values: Any) -> dict[str, Any]:
+        assert values["factor"] != 2.0, "no twos"
+        return {"factor": values["factor"]}
+
+    failing = Stage(name="scale", apply=scale, parameters=SCALE.parameters, arrays=fail)
+    core = EngineCore(
+        Scheduler(**SIZES),
+        staged_runner,
+        depth=2,
+        check_params=lambda params: check_params([failing], params),
+    )
+    for factor in (2.0, 3.0):
+        params = SamplingParams(seed=0, max_tokens=2, extra_args={"factor": factor})
+        core.add(Submit(str(factor), [1, 2], params))
+
+    def outputs() -> Iterator[tuple[str, int | None]]:
+        while core.has_work:
+            yield from ((o.request_id, o.finish_reason) for o in core.step(0.0))
+
+    ended = {name: reason for name, reason in outputs() if reason is not None}
+    assert ended == {"2.0": FinishReason.ERROR, "3.0": FinishReason.LENGTH}

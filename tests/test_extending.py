@@ -27,7 +27,7 @@ from jaxserve.models.causal_lm import Loop
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops import attention
-from jaxserve.ops.attention import AttentionMeta, KVCache
+from jaxserve.ops.attention import AttentionMeta, KVCache, StepMeta
 from jaxserve.parsing.events import ContentDelta, ToolCallArguments
 from jaxserve.parsing.registry import TOOL_PARSERS, tool_parser
 from jaxserve.sampling import registry as registry_of_stages
@@ -119,10 +119,10 @@ def test_model_computes_what_it_describes(
     graphdef, params = load_params(InMemory(tensors), spec, dtype="float32", loop=loop)
     model = nnx.merge(graphdef, params)
     kv = KVCache(*(jnp.zeros((spec.num_layers, 2, 16, 2, 16)) for _ in range(2)))
-    meta = AttentionMeta(
+    meta = StepMeta(
         positions=jnp.array([0, 0]),
-        slots=jnp.array([16, 32]),
-        block_tables=jnp.array([[1]]),
+        slots=jnp.array([[16, 32]]),
+        block_tables=jnp.array([[[1]]]),
         seq_lens=jnp.array([1]),
         query_start=jnp.array([0, 1]),
     )

@@ -23,19 +23,25 @@ ENTRY_POINTS = "jaxserve.logits_processors"
 """The group of entry points in which an installed package can give names to its stages."""
 
 
-def load_stages(named: Sequence[str | Stage], vocab_size: int) -> tuple[Stage, ...]:
+def load_stages(named: Sequence[Any], vocab_size: int) -> tuple[Stage, ...]:
     """Returns the stages of an engine in the order in which they run.
 
     Args:
-      named: the stages that the user adds: objects, ``module:name``, or names of `ENTRY_POINTS`.
-        Naming a module runs its code in this process.
+      named: the stages that the user adds: `Stage` objects, ``module:name``, or names of
+        `ENTRY_POINTS`. Naming a module runs its code in this process.
       vocab_size: V.
 
     Raises:
-      ConfigError: a stage cannot be imported, its function does not return logits, or two stages
-        have a name or a parameter in common.
+      ConfigError: a stage cannot be imported, an object is no stage, the function of a stage does
+        not return logits, or two stages have a name or a parameter in common.
     """
-    stages = tuple(each if isinstance(each, Stage) else _load(each) for each in (*STAGES, *named))
+    stages = tuple(_load(each) if isinstance(each, str) else each for each in (*STAGES, *named))
+    for stage in stages:
+        if not isinstance(stage, Stage):
+            raise ConfigError(
+                "logits_processors must have Stage objects or names, got an object of type "
+                f"{type(stage).__name__}"
+            )
     _check_names(stages)
     for stage in stages:
         _check_function(stage, vocab_size)

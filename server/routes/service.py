@@ -107,6 +107,7 @@ def _facts(state: ServerState, text_engine: TextEngine) -> dict[str, Any]:
         "tool_call_parser": text_engine.model.tool_call_parser,
         "reasoning_parser": text_engine.model.reasoning_parser,
         "sampling_defaults": asdict(text_engine.model.defaults),
+        "vllm_xargs": {p.name: {"kind": p.kind, "default": p.default} for p in ready.parameters},
         "max_queue": text_engine.admission.limit,
         "server_load": text_engine.num_in_flight,
         "engines": {str(i): _stats(s) for i, s in sorted(text_engine.engine.stats.items())},

@@ -92,6 +92,10 @@ async def ask_all(server, asked: list[dict[str, Any]]) -> tuple[list[list[int]],
             await ask(body(ids=[-1]))
         assert caught.value.param == "vllm_xargs.ids"
         assert server.metric("compilations_total", engine="0") == compilations > 0
+        # A stage of the tree, which leaves only the most likely token.
+        narrow = body(top_n_sigma=1e-6) | {"temperature": 5.0}
+        assert await ask(narrow) == first
+        assert await ask(narrow | {"vllm_xargs": None}) != first
     return alone, together
 
 

@@ -64,6 +64,13 @@ def test_refuses_names_of_anything_else(module, name: str, message: str) -> None
         load_stages([name], V)
 
 
+def test_refuses_objects_that_are_no_stages() -> None:
+    with pytest.raises(
+        ConfigError, match="must have Stage objects or names, got .* type Parameter"
+    ):
+        load_stages([NUMBER], V)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -18,6 +18,7 @@ from jaxserve.device import Device
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import Submit
 from jaxserve.models import registry
+from jaxserve.models.layout import Layout
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import Family, read_spec
 from jaxserve.ops import attention
@@ -71,7 +72,7 @@ def test_model_loads_the_same_weights_as_llama(
 
     def load(architecture: str, tensors: dict[str, np.ndarray]):
         spec = read_spec({**config, "architectures": [architecture]})
-        return load_params(InMemory(tensors), spec, dtype="float32", loop="scan")[1]
+        return load_params(InMemory(tensors), spec, Layout("float32", "scan"))[1]
 
     llama, same = load("LlamaForCausalLM", weights), load("ExampleForCausalLM", renamed)
     jax.tree.map(np.testing.assert_array_equal, llama, same)

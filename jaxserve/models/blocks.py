@@ -25,7 +25,7 @@ from jaxserve.ops.attention import (
     Window,
 )
 from jaxserve.ops.elementwise import ACTIVATIONS, rms_norm
-from jaxserve.ops.linear import DENSE, ArraySpec, Axes, Matrix, WeightFormat
+from jaxserve.ops.linear import ArraySpec, Axes, Dense, Matrix, WeightFormat
 from jaxserve.ops.rope import rotate
 
 Hidden = Float[Array, "tokens hidden"]
@@ -85,13 +85,13 @@ class Source:
       name: the attribute that the rules of a family name as the target.
       matrix: the axes of the parameter before it is encoded.
       parts: the parts of a fused parameter.
-      format: encodes the parameter.
+      format: makes the arrays; None: the parameter is one array.
     """
 
     name: str
     matrix: Matrix
     parts: Parts | None
-    format: WeightFormat
+    format: WeightFormat | None = None
 
 
 def parameter(axes: Axes, *, parts: Parts | None = None, name: str = "weight") -> nnx.Param:
@@ -102,7 +102,7 @@ def parameter(axes: Axes, *, parts: Parts | None = None, name: str = "weight") -
       parts: for a fused parameter.
       name: the attribute that will hold the parameter.
     """
-    return nnx.Param(ArraySpec(axes), source=Source(name, Matrix((), axes), parts, DENSE))
+    return nnx.Param(ArraySpec(axes), source=Source(name, Matrix((), axes), parts))
 
 
 class Weight(nnx.Module):
@@ -118,7 +118,7 @@ class Weight(nnx.Module):
     def __init__(self, matrix: Matrix, parts: Parts | None = None) -> None:
         self.matrix = matrix
         self.parts = parts
-        self._declare(DENSE)
+        self._declare(Dense())
 
     def store_as(self, weight_format: WeightFormat) -> None:
         """Replaces the parameters of the weight by those of a format."""

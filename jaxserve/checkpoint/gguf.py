@@ -71,7 +71,8 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{path} has no tensor token_embd.weight")
         self.generation_config = gguf_config.hf_generation_config(metadata)
         if self._names_of is not None:  # reports what is wrong now, not when weights are read
-            assert self.config and self._tensors
+            assert self.config
+            assert self._tensors
 
     @functools.cached_property
     def _names(self) -> GGUFNames:

@@ -1,12 +1,14 @@
-"""Gemma 3 for text: Gemma 2 with norms on queries and keys, and two rotations instead of caps."""
+"""Gemma 3: Gemma 2 with norms on queries and keys, and two rotations instead of caps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.checkpoint.gguf_config import Get, GGUFNames
 from jaxserve.checkpoint.mapping import Rule
+from jaxserve.errors import CheckpointError
 from jaxserve.models.config_values import real, size
 from jaxserve.models.gemma2 import (
     GGUF_NORMS,
@@ -79,3 +81,37 @@ def _rotation(config: Mapping[str, Any], kind: str, theta_key: str, theta: float
     given = {**old, **nested}
     given["rope_theta"] = real(given, "rope_theta", real(config, theta_key, theta))
     return rope(given, config)
+
+
+TEXT_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
+"""Sizes that ``text_config`` leaves out if they have these values; see `Gemma3TextConfig` of
+`transformers`."""
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The language model of a Gemma 3 that reads images. Loading skips the image tensors."""
+
+    RULES = tuple(
+        replace(rule, name=f"language_model.{rule.name}") for rule in Gemma3ForCausalLM.RULES
+    )
+    IGNORED = tuple(f"language_model.{name}" for name in Gemma3ForCausalLM.IGNORED)
+    COPIES_OF_TIED = tuple(f"language_model.{name}" for name in Gemma3ForCausalLM.COPIES_OF_TIED)
+
+    @classmethod
+    def read_spec(cls, config: Mapping[str, Any]) -> Gemma2Spec:
+        """See `CausalLM.read_spec`."""
+        text = config.get("text_config")
+        if not isinstance(text, Mapping):
+            raise CheckpointError(f"config.json needs an object text_config, got {text!r:.100}")
+        known = {"architectures": config["architectures"], **TEXT_DEFAULTS}
+        given = {key: value for key, value in text.items() if key != "architectures"}
+        return super().read_spec({**known, **given})

@@ -25,8 +25,8 @@ NULL_HAS_A_MEANING = (
 
 def architecture_of(config: Mapping[str, Any]) -> str:
     """Returns the architecture that a config.json names. Raises CheckpointError."""
-    names = config.get("architectures") or []
-    if len(names) != 1 or not isinstance(names[0], str):
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(f'config.json must name one model in "architectures", got {names!r}')
     return names[0]
 
@@ -120,14 +120,13 @@ def _check_supported(config: Mapping[str, Any]) -> None:
 
 
 def windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Reads the window of each layer.
+    """Returns the attention window of each layer, in tokens; None for layers without a window.
 
     Raises:
       CheckpointError: the keys contradict each other.
       UnsupportedModelError: a layer is of an unknown kind.
     """
     num_layers = size(config, "num_hidden_layers")
-    """Returns the attention window of each layer, in tokens; None for layers without a window."""
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
     if not config.get("use_sliding_window", True):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.checkpoint.gguf_config import GGUFNames
-from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jaxserve.models.hf_config import architecture_of
 from jaxserve.models.spec import ModelSpec
 
@@ -40,15 +39,18 @@ MODELS: dict[str, Family] = {
     "Qwen3ForCausalLM": Family("jaxserve.models.qwen3:Qwen3ForCausalLM", gguf="qwen3"),
     "Gemma2ForCausalLM": Family("jaxserve.models.gemma2:Gemma2ForCausalLM", gguf="gemma2"),
     "Gemma3ForCausalLM": Family("jaxserve.models.gemma3:Gemma3ForCausalLM", gguf="gemma3"),
+    "Gemma3ForConditionalGeneration": Family(
+        "jaxserve.models.gemma3:Gemma3ForConditionalGeneration"
+    ),
 }
 """Architecture as in config.json -> its family."""
 
 
 def register(architecture: str, location: str, *, gguf: str = "") -> None:
-    """Adds a family to this process, or replaces one.
+    """Adds a family, or replaces one, in this process.
 
-    Engine processes do not see it: a package that serves its own families there declares them under
-    `ENTRY_POINTS`.
+    The engine processes of a server are other processes. For them, a package declares its families
+    as entry points of the group `ENTRY_POINTS`.
 
     Args:
       architecture: its name in config.json.
@@ -63,19 +65,28 @@ def model_class(architecture: str) -> type[CausalLM]:
 
     Raises:
       UnsupportedModelError: no family implements the architecture.
+      ConfigError: its family cannot be imported.
     """
+    family = _location(architecture)
+    try:
+        return family.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the class of {architecture} must be at {family.value} (module:Class), but it cannot "
+            f"be imported: {error}"
+        ) from error
+
+
+def _location(architecture: str) -> EntryPoint:
     if architecture in MODELS:
-        location = MODELS[architecture].location
-    else:
-        installed = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
-        if architecture not in installed:
-            known = ", ".join([*MODELS, *installed])
-            raise UnsupportedModelError(
-                f"architecture {architecture} is not supported; supported are {known}"
-            )
-        location = installed[architecture]
-    module, name = location.split(":")
-    return getattr(importlib.import_module(module), name)
+        return EntryPoint(architecture, MODELS[architecture].location, ENTRY_POINTS)
+    installed = entry_points(group=ENTRY_POINTS)
+    for entry in installed.select(name=architecture):
+        return entry
+    known = ", ".join([*MODELS, *sorted(installed.names)])
+    raise UnsupportedModelError(
+        f"architecture {architecture} is not supported; supported are {known}"
+    )
 
 
 def gguf_names(name: str) -> GGUFNames:
@@ -99,9 +110,11 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
     Raises:
       UnsupportedModelError: the architecture or a variant of it is not implemented.
       CheckpointError: a key is missing, or sizes do not fit together.
+      ConfigError: the family cannot be imported.
     """
+    family = model_class(architecture_of(config))
     try:
-        return model_class(architecture_of(config)).read_spec(config)
+        return family.read_spec(config)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # A value can have any type, so reading it can fail in many ways.
         raise CheckpointError(

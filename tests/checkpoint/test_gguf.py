@@ -1,5 +1,6 @@
 """GGUF checkpoints: tensors, config, rope, and files that are rejected."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -38,10 +39,18 @@ NAMES = {
 }
 
 
-def gguf_name(name: str) -> str:
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def gguf_name(name: str, *, is_gemma: bool = False) -> str:
     stem, kind = name.rsplit(".", 1)
+    names = {**NAMES, **GEMMA_NAMES} if is_gemma else NAMES
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
-        return f"blk.{match[1]}.{NAMES[match[2]]}.{kind}"
+        return f"blk.{match[1]}.{names[match[2]]}.{kind}"
     return f"{NAMES[stem]}.{kind}"
 
 
@@ -102,15 +111,21 @@ def write(
 
 
 def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict:
-    """Returns tensors by GGUF name, with q and k permuted where the converter does so."""
+    """Returns tensors by GGUF name, changed as the converter does.
+
+    It permutes q and k of the Llama family, and adds 1 to the norms of Gemma.
+    """
     result = {}
+    is_gemma = config["model_type"].startswith("gemma")
     for name, array in tensors.items():
+        if is_gemma and name.endswith("norm.weight"):
+            array = array + 1
         if config["model_type"] in ("llama", "mistral"):
             if ".q_proj." in name:
                 array = permuted(array, config["num_attention_heads"])
             elif ".k_proj." in name:
                 array = permuted(array, config["num_key_value_heads"])
-        result[gguf_name(name)] = np.ascontiguousarray(array)
+        result[gguf_name(name, is_gemma=is_gemma)] = np.ascontiguousarray(array)
     return result
 
 
@@ -291,7 +306,7 @@ def test_generation_config_has_end_tokens_and_sampling_defaults(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "extra", "message"),
     [
-        ({"general.architecture": "gpt2"}, {}, "'gpt2' is not supported; expected one of gemma2, gemma3, llama"),
+        ({"general.architecture": "gpt2"}, {}, "'gpt2' is not supported; expected one of gemma2"),
         ({"llama.expert_count": 8}, {}, "with experts"),
         ({"llama.rope.scaling.type": "longrope"}, {}, "rope scaling 'longrope'"),
     ],
@@ -321,6 +336,62 @@ def test_rejects_a_file_without_an_embedding(tmp_path: Path) -> None:
     path = write(tmp_path / "x.gguf", metadata(tiny_config()), {"output.weight": np.ones((2, 2))})
     with pytest.raises(CheckpointError, match="no tensor token_embd.weight"):
         open_gguf(path)
+
+
+GEMMA_SHAPE = {"num_hidden_layers": 7, "sliding_window": 9, "tie_word_embeddings": True}
+GEMMA_2 = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "head_dim": 16}
+GEMMA_3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (
+            tiny_config("Gemma2ForCausalLM", query_pre_attn_scalar=16, **GEMMA_2, **GEMMA_SHAPE),
+            {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+        ),
+        # Converters before the keys of the caps existed; the values are those of every Gemma 2.
+        (tiny_config("Gemma2ForCausalLM", query_pre_attn_scalar=16, **GEMMA_SHAPE), {}),
+        (
+            tiny_config(
+                "Gemma3ForCausalLM",
+                model_type="gemma3_text",
+                query_pre_attn_scalar=16,
+                rope_parameters=GEMMA_3_ROPE,
+                **GEMMA_SHAPE,
+            ),
+            {
+                "rope.freq_base": 5000.0,
+                "rope.freq_base_swa": 100.0,
+                "rope.scaling.type": "linear",
+                "rope.scaling.factor": 4.0,
+            },
+        ),
+    ],
+    ids=["gemma2", "gemma2-without-caps", "gemma3"],
+)
+def test_reads_the_same_gemma_as_from_safetensors(
+    tmp_path: Path, config: dict, fields: dict
+) -> None:
+    tensors = random_tensors(config, seed=1)
+    prefix = config["model_type"].removesuffix("_text")
+    fields = {"attention.sliding_window": 9, **fields}
+    changes = {f"{prefix}.{key}": value for key, value in fields.items()}
+    rope = {"rope_parameters": {"rope_theta": 10000.0}}
+    known = metadata({**config, **rope, "model_type": prefix}, **changes)
+    checkpoint = open_gguf(write(tmp_path / "x.gguf", known, converted(config, tensors)))
+    # GGUF stores reals in float32.
+    found = dataclasses.replace(read_spec(checkpoint.config), norm_eps=config["rms_norm_eps"])
+    assert found == read_spec(config)
+    read = dict(checkpoint.tensors())
+    assert read.keys() == tensors.keys()
+    for name, array in tensors.items():
+        # Adding 1 and subtracting it again rounds twice.
+        atol = 2e-7 if name.endswith("norm.weight") else 0
+        np.testing.assert_allclose(read[name], array, rtol=0, atol=atol, err_msg=name)
 
 
 def test_names_a_tensor_whose_type_cannot_be_dequantised(tmp_path: Path) -> None:

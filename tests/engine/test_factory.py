@@ -22,7 +22,7 @@ from jaxserve.engine.factory import build
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Progress, Submit
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.tiny import write_checkpoint
+from jaxserve.testing.tiny import tiny_config, write_checkpoint
 
 OPTIONS = (
     "jax_compilation_cache_dir",
@@ -185,6 +185,22 @@ def test_restored_weights_give_the_same_tokens_as_converted_weights(config, tmp_
         tokens.append(generate(built, PROMPTS))
     assert sources == ["converted", "restored"]
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_layers_with_different_windows_are_unrolled_for_a_backend_with_fixed_windows(
+    config, tmp_path
+):
+    tiny = tiny_config("Gemma2ForCausalLM", sliding_window=8, head_dim=16)
+    model = dataclasses.replace(config.model, model=str(write_checkpoint(tmp_path / "tiny", tiny)))
+    cold = CompileConfig(warmup=False, compilation_cache_dir="", attention_backend="pallas_triton")
+    # The kernels serve blocks of at least 16 slots.
+    cache = CacheConfig(num_blocks=33, block_size=16)
+    changed = dataclasses.replace(config, model=model, compile=cold, cache=cache)
+    decided = {what: (value, why) for what, value, why in build(changed, 0, print).ready.decisions}
+    assert decided["layers"] == ("unroll", "the layers differ in their attention window")
+    looped = dataclasses.replace(changed, compile=dataclasses.replace(cold, layer_loop="scan"))
+    with pytest.raises(ConfigError, match="pallas_triton cannot run such layers in a loop"):
+        build(looped, 0, print)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -240,7 +240,7 @@ def test_rejects_invalid_values(changes, message):
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_reads_a_config_and_loads_the_class_of_each_architecture(architecture):
-    config = read_spec(BASE | {"architectures": [architecture]})
+    config = read_spec(BASE | {"architectures": [architecture], "text_config": BASE})
     assert (config.architecture, config.num_layers) == (architecture, 4)
     loaded = model_class(architecture)
     assert issubclass(loaded, CausalLM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from flax import nnx
 
 from jaxserve.checkpoint.checkpoint import Checkpoint
 from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
-from jaxserve.config import GIB, EngineConfig
+from jaxserve.config import GIB, MIB, EngineConfig, ModelConfig
 from jaxserve.core.plan import Sizes
 from jaxserve.device import Device
 from jaxserve.engine.core import BuiltEngine, assemble
@@ -20,11 +21,13 @@ from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
 from jaxserve.engine.startup import Phase
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Decision, Progress
+from jaxserve.models.layout import Layout, Loop
 from jaxserve.models.loading import abstract_params, load_params
 from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionBackend
+from jaxserve.ops.linear import FORMATS
 from jaxserve.runner import kv_cache
 from jaxserve.runner.buckets import table_widths
 from jaxserve.runner.compilation_cache import keep_compiled_programs
@@ -65,12 +68,14 @@ def build(
     cache_dtype = kv_cache.cache_dtype(dtype, device)
     backend, backend_reason = _attention_backend(config, spec, device, dtype, cache_dtype)
     loop, loop_reason = _layer_loop(config.compile.layer_loop, spec, device, backend)
+    layout = Layout(dtype, loop, _weight_format(config.model.quantization))
     decisions = [
         Decision("model", checkpoint.name, f"{spec.architecture} from {checkpoint.path}"),
         Decision("device", device.kind, f"the default of jax on {device.platform}"),
         dtype_decision or Decision("dtype", dtype, "as asked"),
         Decision("attention", backend.name, backend_reason),
         Decision("layers", loop, loop_reason),
+        _quantization_decision(config.model, spec, layout),
     ]
     added = config.sampling.logits_processors if logits_processors is None else logits_processors
     stages = load_stages(added, spec.vocab_size)
@@ -81,7 +86,7 @@ def build(
     phase = functools.partial(Phase, engine, on_progress=on_progress)
     with phase("load weights", "bytes") as loading:
         graphdef, params, weights_decisions = _load(
-            config.model.weights_cache, checkpoint, spec, dtype=dtype, loop=loop, phase=loading
+            config.model.weights_cache, checkpoint, spec, layout, phase=loading
         )
     with phase("allocate KV cache", "bytes") as allocating:
         sizes, kv = _allocate(config, spec, cache_dtype, allocating)
@@ -114,6 +119,20 @@ def build(
     )
 
 
+def _weight_format(asked: str | None) -> str:
+    """Returns the name of the format of the weights. Raises ConfigError."""
+    if asked is not None and asked not in FORMATS:
+        raise ConfigError(f"--quantization must be one of {', '.join(FORMATS)}, got {asked!r:.100}")
+    return asked or "dense"
+
+
+def _quantization_decision(config: ModelConfig, spec: ModelSpec, layout: Layout) -> Decision:
+    shapes = jax.tree.leaves(abstract_params(spec, layout)[1])
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes) / MIB
+    why = "as asked" if config.quantization else "the default"
+    return Decision("quantization", layout.weights, f"{why}; {size:.1f} MiB of weights")
+
+
 def _attention_backend(
     config: EngineConfig, spec: ModelSpec, device: Device, dtype: str, cache_dtype: str
 ) -> tuple[AttentionBackend, str]:
@@ -136,11 +155,11 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _layer_loop(
-    asked: Literal["auto", "scan", "unroll"],
+    asked: Literal["auto"] | Loop,
     spec: ModelSpec,
     device: Device,
     backend: AttentionBackend,
-) -> tuple[Literal["scan", "unroll"], str]:
+) -> tuple[Loop, str]:
     """Returns whether to scan over the layers or to unroll them, and why.
 
     Raises:
@@ -162,7 +181,7 @@ def _layer_loop(
 
 
 def _load(
-    cache: str, checkpoint: Checkpoint, spec: ModelSpec, *, dtype: str, loop: Any, phase: Phase
+    cache: str, checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, *, phase: Phase
 ) -> tuple[Any, Any, list[Decision]]:
     """Returns the graph of the model, its weights, and decisions about the weights cache."""
 
@@ -170,15 +189,15 @@ def _load(
         phase.update(done, total, f"{done / phase.seconds / 1e9:.2f} GB/s")
 
     def convert() -> tuple[Any, Any]:
-        return load_params(checkpoint, spec, dtype=dtype, loop=loop, on_progress=on_bytes)
+        return load_params(checkpoint, spec, layout, on_progress=on_bytes)
 
     if not cache:
         return *convert(), []
     from jaxserve.checkpoint.orbax_cache import WeightsCache, entry_name  # slow to import
 
     weights_cache = WeightsCache(Path(cache).expanduser())
-    name = entry_name(checkpoint, dtype=dtype, loop=loop)
-    graphdef, like = abstract_params(spec, dtype=dtype, loop=loop)
+    name = entry_name(checkpoint, dataclasses.asdict(layout))
+    graphdef, like = abstract_params(spec, layout)
     params = weights_cache.restore(name, like)
     if params is not None:
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,13 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from jaxserve.checkpoint import mapping
-from jaxserve.models.causal_lm import CausalLM, Loop
+from jaxserve.errors import CheckpointError
+from jaxserve.models.blocks import Source
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.layout import Layout
 from jaxserve.models.registry import model_class
 from jaxserve.models.spec import ModelSpec
+from jaxserve.ops.linear import Dense
 
 logger = logging.getLogger("jaxserve")
 
@@ -33,17 +39,19 @@ class TensorSource(Protocol):
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]: ...
 
 
-def build_model(spec: ModelSpec, *, loop: Loop) -> CausalLM:
-    """Returns a model whose parameters have shapes and no values."""
-    return model_class(spec.architecture)(spec, loop=loop)
+def build_model(spec: ModelSpec, layout: Layout) -> CausalLM:
+    """Returns a model whose parameters are declared, and have no values.
+
+    The value of each parameter is its `ArraySpec`, with the names of its axes.
+    """
+    return model_class(spec.architecture)(spec, layout)
 
 
 def load_params(
     checkpoint: TensorSource,
     spec: ModelSpec,
+    layout: Layout,
     *,
-    dtype: str,
-    loop: Loop,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Reads the weights of a model. ``nnx.merge`` makes the model from the two results.
@@ -51,54 +59,118 @@ def load_params(
     Checkpoints of the base model, whose names lack the prefix "model.", are accepted too. Tensors
     that do not belong to the model, such as the state of an optimizer, are skipped with a warning.
 
-    Peak memory is the weights, the tensor that is being read and, on a device with its own memory,
-    the parameter that is being copied to it.
+    Peak memory is the weights, the tensor that is being read, the weights of a layer that are being
+    encoded and, on a device with its own memory, the parameter that is being copied to it.
 
     Args:
       checkpoint: yields one tensor at a time.
       spec: the shape of the model.
-      dtype: dtype of the parameters, a numpy name.
-      loop: the layout of the layers, see `CausalLM`.
-      on_progress: called after each tensor with the bytes of parameters set so far and in total.
+      layout: the dtype, loop and format of the weights.
+      on_progress: called after each tensor with the bytes of parameters set so far and in total,
+        in the dtype of the layout.
 
     Raises:
       CheckpointError: a tensor of the model is unknown, duplicate or missing, or has the wrong
         shape.
       UnsupportedModelError: a tensor holds integers.
     """
-    model = build_model(spec, loop=loop)
-    targets = _targets(model)
+    model = build_model(spec, layout)
+    parameters = _parameters(model)
+    targets = {path: parameter.target for path, parameter in parameters.items()}
     destinations = mapping.assign(model.RULES, targets, num_layers=spec.num_layers)
     full_names = _full_names(checkpoint.tensor_names, destinations)
     names = [full_names[name] for name in checkpoint.tensor_names]
     ignored = _ignored(model)
     ignored |= _foreign(names, model, known=ignored)
     mapping.check_names(names, destinations, ignored=ignored)
-    param_dtype = jnp.dtype(dtype)
-    total = sum(math.prod(target.shape) for target in targets.values()) * param_dtype.itemsize
+    dtype = jnp.dtype(layout.dtype)
+    total = sum(math.prod(target.shape) for target in targets.values()) * dtype.itemsize
     done = 0
-    arrays: dict[tuple[str | int, ...], jax.Array] = {}
+    arrays = _Arrays(spec.num_layers)
 
     def renamed(named: tuple[str, np.ndarray]) -> tuple[str, np.ndarray]:
         return full_names[named[0]], named[1]
 
     # A generator would keep the previous tensor alive while it reads the next one.
     tensors = map(renamed, checkpoint.tensors())
-    filling = mapping.assemble(tensors, destinations, targets, dtype=param_dtype, ignored=ignored)
+    filling = mapping.assemble(tensors, destinations, targets, dtype=dtype, ignored=ignored)
     for placed in filling:
         done += placed.num_bytes
         if placed.complete is not None:
-            arrays[_path(placed.target)] = jax.device_put(placed.complete)
+            arrays.add(parameters[placed.target], placed.complete)
         if on_progress is not None:
             on_progress(done, total)
     graphdef, _ = nnx.split(model)
-    return graphdef, traverse_util.unflatten_dict(arrays)
+    return graphdef, arrays.tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """A parameter to fill.
+
+    Attributes:
+      target: its shape, for the mapping of tensors.
+      source: its axes and format.
+      module: path of its module in `Params`.
+      layer: its place in the arrays of the loop "scan", if it is a part of them.
+    """
+
+    target: mapping.Target
+    source: Source
+    module: tuple[str | int, ...]
+    layer: int | None = None
+
+
+class _Arrays:
+    """The arrays of a model, made from its parameters and moved to the device."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._complete: dict[tuple[str | int, ...], jax.Array] = {}
+        self._stacks: dict[tuple[str | int, ...], np.ndarray] = {}
+        self._counts: Counter[tuple[str | int, ...]] = Counter()
+
+    @property
+    def tree(self) -> Params:
+        """All arrays. Call it after the last parameter."""
+        assert not self._stacks, f"layers are missing in {list(self._stacks)}"
+        return traverse_util.unflatten_dict(self._complete)
+
+    def add(self, parameter: _Parameter, weight: np.ndarray) -> None:
+        """Encodes a parameter. Raises CheckpointError if its format cannot represent it."""
+        for name, array in _encode(parameter, weight).items():
+            path = (*parameter.module, name)
+            if parameter.layer is None:
+                self._complete[path] = jax.device_put(array)
+            else:
+                self._stack(path, parameter.layer, array)
+
+    def _stack(self, path: tuple[str | int, ...], layer: int, array: np.ndarray) -> None:
+        if path not in self._stacks:
+            shape = (self._num_layers, *array.shape)
+            self._stacks[path] = mapping.aligned(shape, array.dtype)
+        self._stacks[path][layer] = array
+        self._counts[path] += 1
+        if self._counts[path] == self._num_layers:
+            self._complete[path] = jax.device_put(self._stacks.pop(path))
+
+
+def _encode(parameter: _Parameter, weight: np.ndarray) -> dict[str, np.ndarray]:
+    source = parameter.source
+    if source.format is None:
+        return {source.name: weight}
+    try:
+        return source.format.encode(weight, source.matrix)
+    except CheckpointError as error:
+        layer = "" if parameter.layer is None else f" of layer {parameter.layer}"
+        raise CheckpointError(f"{_name(*parameter.module)}{layer}: {error}") from error
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Returns the name and shape of every tensor in a checkpoint of a model."""
-    model = build_model(spec, loop="unroll")
-    destinations = mapping.assign(model.RULES, _targets(model), num_layers=spec.num_layers)
+    model = build_model(spec, Layout("float32", "unroll"))
+    targets = {path: parameter.target for path, parameter in _parameters(model).items()}
+    destinations = mapping.assign(model.RULES, targets, num_layers=spec.num_layers)
     return {
         name: destination.shape[::-1]
         if destination.transform is mapping.transpose
@@ -107,32 +179,59 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def abstract_params(
-    spec: ModelSpec, *, dtype: str, loop: Loop
-) -> tuple[nnx.GraphDef[CausalLM], Params]:
+def array_specs(spec: ModelSpec, layout: Layout) -> Params:
+    """Returns the parameters of `load_params` with an `ArraySpec` in place of each array.
+
+    Every dtype is set. The names of the axes say how a parameter may be cut across devices.
+    """
+    return _declared(build_model(spec, layout), layout)
+
+
+def abstract_params(spec: ModelSpec, layout: Layout) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Returns the results of `load_params` with a ShapeDtypeStruct in place of each array."""
-    model = build_model(spec, loop=loop)
-    shapes = {
-        _path(path): jax.ShapeDtypeStruct(target.shape, jnp.dtype(dtype))
-        for path, target in _targets(model).items()
-    }
-    return nnx.split(model)[0], traverse_util.unflatten_dict(shapes)
+    model = build_model(spec, layout)
+    shapes = jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype)), _declared(model, layout)
+    )
+    return nnx.split(model)[0], shapes
 
 
-def _targets(model: CausalLM) -> dict[str, mapping.Target]:
-    """Returns every parameter by path; ``*`` stands for the layer in stacked parameters."""
-    is_stacked = model.loop == "scan"
-    targets = {}
+def _declared(model: CausalLM, layout: Layout) -> Params:
+    declared = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return jax.tree.map(lambda one: replace(one, dtype=one.dtype or layout.dtype), declared)
+
+
+def _parameters(model: CausalLM) -> dict[str, _Parameter]:
+    """Returns every parameter by the path that rules name.
+
+    ``*`` stands for the layer in dense parameters of a loop. Encoded parameters of a loop are
+    filled layer by layer, so that few weights are in memory before they are encoded.
+    """
+    num_layers = model.spec.num_layers
+    found = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        if is_stacked and path[0] == "layers":
-            path = ("layers", "*", *path[1:])
-        targets[".".join(map(str, path))] = mapping.Target(param.shape, param.parts)
-    return targets
+        source: Source = param.source
+        module = cast(tuple[str | int, ...], path[:-1])
+        shape = tuple(size for _, size in source.matrix.axes)
+        target = mapping.Target(shape, source.matrix.num_rows)
+        if source.parts is not None:
+            axis = [name for name, _ in source.matrix.axes].index(source.parts.axis)
+            target = replace(target, parts=source.parts.sizes, parts_axis=axis)
+        if model.loop == "unroll" or path[0] != "layers":
+            found[_name(*module, source.name)] = _Parameter(target, source, module)
+        elif source.format is None or isinstance(source.format, Dense):
+            target = replace(target, shape=(num_layers, *shape))
+            name = _name("layers", "*", *module[1:], source.name)
+            found[name] = _Parameter(target, source, module)
+        else:
+            for layer in range(num_layers):
+                name = _name("layers", layer, *module[1:], source.name)
+                found[name] = _Parameter(target, source, module, layer)
+    return found
 
 
-def _path(target: str) -> tuple[str | int, ...]:
-    steps = [step for step in target.split(".") if step != "*"]
-    return tuple(int(step) if step.isdigit() else step for step in steps)
+def _name(*path: str | int) -> str:
+    return ".".join(map(str, path))
 
 
 def _full_names(

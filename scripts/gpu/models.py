@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.device import Device
-from jaxserve.models.loading import build_model
+from jaxserve.models import loading
+from jaxserve.models.layout import Layout
 from jaxserve.models.registry import read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.attention import AttentionBackend, AttentionShape, KVCache, select
@@ -82,16 +83,15 @@ def backend_for(name: str, spec: ModelSpec, device: Device, dtype: str) -> Atten
     return select(name, device, shape)[0]
 
 
-def abstract_params(spec: ModelSpec, dtype: str) -> tuple[Callable[[Any], LanguageModel], Any]:
+def abstract_params(
+    spec: ModelSpec, dtype: str, *, weights: str = "dense"
+) -> tuple[Callable[[Any], LanguageModel], Any]:
     """Returns a function from parameters to the model, and the shapes of the parameters.
 
-    The layers are unrolled.
+    The layers are unrolled. ``weights`` is the format, see `Layout`.
     """
-    graphdef, state = nnx.split(build_model(spec, loop="unroll"))
-    shapes = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(dtype)), nnx.to_pure_dict(state)
-    )
-    return lambda params: nnx.merge(graphdef, params), shapes
+    graphdef, shapes = loading.abstract_params(spec, Layout(dtype, "unroll", weights))
+    return functools.partial(nnx.merge, graphdef), shapes
 
 
 def random_params(shapes: Any, *, seed: int = 0) -> Any:

@@ -39,7 +39,7 @@ from jaxserve.models.loading import load_params
 from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import xla_attention
-from jaxserve.ops.attention import AttentionMeta, KVCache
+from jaxserve.ops.attention import KVCache, StepMeta
 from jaxserve.ops.linear import FORMATS
 from jaxserve.runner.device import current_device
 
@@ -50,7 +50,7 @@ CONTEXT = 256
 ROWS = (2, 16, 64)
 
 
-def run_model(graphdef: Any, params: Any, kv: KVCache, tokens: Any, meta: AttentionMeta) -> Any:
+def run_model(graphdef: Any, params: Any, kv: KVCache, tokens: Any, meta: StepMeta) -> Any:
     """Returns the logits f32[T, V] of a step, and the cache."""
     model = nnx.merge(graphdef, params)
     hidden, kv = model(tokens, kv, meta, attention=xla_attention.backend(current_device()))
@@ -63,26 +63,26 @@ def empty_cache(spec: ModelSpec, num_blocks: int, dtype: str) -> KVCache:
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def window_meta(start: int, size: int) -> AttentionMeta:
+def window_meta(start: int, size: int) -> StepMeta:
     """Returns a step of one request, with ``size`` tokens of a window."""
     positions = np.arange(start, start + size, dtype=np.int32)
-    return AttentionMeta(
+    return StepMeta(
         positions=positions,
-        slots=positions + BLOCK_SIZE,
-        block_tables=np.arange(1, 1 + WINDOW // BLOCK_SIZE, dtype=np.int32)[None],
+        slots=positions[None] + BLOCK_SIZE,
+        block_tables=np.arange(1, 1 + WINDOW // BLOCK_SIZE, dtype=np.int32)[None, None],
         seq_lens=np.array([start + size], np.int32),
         query_start=np.array([0, size], np.int32),
     )
 
 
-def decode_meta(rows: int) -> AttentionMeta:
+def decode_meta(rows: int) -> StepMeta:
     """Returns a step of one token for each of ``rows`` requests."""
     width = CONTEXT // BLOCK_SIZE
     tables = np.arange(1, 1 + rows * width, dtype=np.int32).reshape(rows, width)
-    return AttentionMeta(
+    return StepMeta(
         positions=np.full(rows, CONTEXT - 1, np.int32),
-        slots=tables[:, -1] * BLOCK_SIZE + BLOCK_SIZE - 1,
-        block_tables=tables,
+        slots=tables[None, :, -1] * BLOCK_SIZE + BLOCK_SIZE - 1,
+        block_tables=tables[None],
         seq_lens=np.full(rows, CONTEXT, np.int32),
         query_start=np.arange(rows + 1, dtype=np.int32),
         decode_only=True,
@@ -146,7 +146,7 @@ def step_times(
     return np.reshape(seconds, (repeats + 1, len(layouts))).T[:, 1:]  # the first one compiles
 
 
-def decode(graphdef: Any, params: Any, kv: KVCache, tokens: Any, meta: AttentionMeta) -> Any:
+def decode(graphdef: Any, params: Any, kv: KVCache, tokens: Any, meta: StepMeta) -> Any:
     """Returns the most likely tokens i32[T] of a step, and the cache."""
     logits, kv = run_model(graphdef, params, kv, tokens, meta)
     return logits.argmax(-1), kv

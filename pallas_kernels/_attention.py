@@ -196,11 +196,12 @@ def load_tile(
     where = (source.layer, block[:, None], offset[:, None], source.head, dims(attention))
     k = _triton.load(source.k_ref.at[where], mask).astype(attention.dot_dtype)
     v = _triton.load(source.v_ref.at[where], mask).astype(attention.dot_dtype)
-    if source.k_scale_ref is None:
-        return Tile(k, v, None, None)
-    where = (source.layer, block, offset, source.head)
-    k_scale = _triton.load(source.k_scale_ref.at[where], live)
-    return Tile(k, v, k_scale, _triton.load(source.v_scale_ref.at[where], live))
+    k_scale = v_scale = None
+    if source.k_scale_ref is not None:
+        where = (source.layer, block, offset, source.head)
+        k_scale = _triton.load(source.k_scale_ref.at[where], live)
+        v_scale = _triton.load(source.v_scale_ref.at[where], live)
+    return Tile(k, v, k_scale, v_scale)
 
 
 def empty_softmax(num_queries: int, attention: AttentionSpec) -> Softmax:
@@ -239,13 +240,11 @@ def add_tile(state: Softmax, s: Scores, tile: Tile) -> Softmax:
     finite = jnp.where(maximum == _MINUS_INF, 0.0, maximum)
     p = jnp.exp2(s - finite[:, None])
     shrink = jnp.exp2(state.maximum - finite)
-    weights = p if tile.v_scale is None else p * tile.v_scale[None, :]
-    summed = _dot(weights.astype(tile.v.dtype), tile.v, contract=0)
-    return Softmax(
-        maximum=maximum,
-        total=state.total * shrink + jnp.sum(p, axis=1),
-        values=state.values * shrink[:, None] + summed,
-    )
+    total = state.total * shrink + jnp.sum(p, axis=1)
+    if tile.v_scale is not None:
+        p *= tile.v_scale[None, :]
+    summed = _dot(p.astype(tile.v.dtype), tile.v, contract=0)
+    return Softmax(maximum, total, state.values * shrink[:, None] + summed)
 
 
 def normalized(state: Softmax) -> Float32[Array, "queries padded_head_dim"]:

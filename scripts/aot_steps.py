@@ -29,7 +29,7 @@ MAX_NUM_SEQS = 256
 # free memory.
 CACHE_BYTES = 100 * 10**9
 
-STEP_COLUMNS = "{:36s} {:>6s} {:>7s} {:>7s} {:>8s} {:>5s} {:>13s} {:>13s} {:>11s} {:>6s} {:>5s}"
+STEP_COLUMNS = "{:51s} {:>6s} {:>7s} {:>7s} {:>8s} {:>5s} {:>13s} {:>13s} {:>11s} {:>6s} {:>5s}"
 STEP_HEADER = (
     "step",
     "graphs",
@@ -52,12 +52,14 @@ class StepCase:
     model: str
     num_tokens: int
     num_rows: int
+    cache_dtype: str = DTYPE
 
     @property
     def name(self) -> str:
         """The name in the table."""
         kind = "decode" if self.num_tokens == self.num_rows else f"{self.num_tokens} tokens,"
-        return f"step {self.model} {kind} {self.num_rows} rows"
+        cache = "" if self.cache_dtype == DTYPE else f" {self.cache_dtype}"
+        return f"step {self.model}{cache} {kind} {self.num_rows} rows"
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,17 @@ class StepReport:
 
 
 def step_cases() -> Iterator[StepCase]:
-    """Yields decode with and without split contexts, and a mixed step, for two models."""
+    """Yields decode with and without split contexts, and a mixed step, for two models.
+
+    For 8-bit caches, decode and a mixed step of the smaller model.
+    """
     for model in ("smollm2-135m", "llama-3.1-8b"):
         yield StepCase(model, 8, 8)
         yield StepCase(model, MAX_NUM_SEQS, MAX_NUM_SEQS)
         yield StepCase(model, 8192, 8)
+    for cache_dtype in ("int8", "float8_e4m3fn"):
+        yield StepCase("smollm2-135m", MAX_NUM_SEQS, MAX_NUM_SEQS, cache_dtype)
+        yield StepCase("smollm2-135m", 8192, 8, cache_dtype)
 
 
 def compile_step(
@@ -146,10 +154,10 @@ def compile_step(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        dtype=DTYPE,
+        dtype=case.cache_dtype,
     )
     num_blocks = CACHE_BYTES // per_block
-    kv = abstract_cache(spec, num_blocks=num_blocks, dtype=DTYPE)
+    kv = abstract_cache(spec, num_blocks=num_blocks, dtype=case.cache_dtype)
     last_tokens: Any = jax.ShapeDtypeStruct((MAX_NUM_SEQS,), "int32")
     state = StepState(kv, last_tokens)
     batch = BatchBuilder(
@@ -158,10 +166,11 @@ def compile_step(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
     )
+    backend = backend_for("pallas_triton", spec, DEVICE, DTYPE, cache_dtype=case.cache_dtype)
     bucket = Bucket(case.num_tokens, case.num_rows, NARROW_TABLE)
     inputs = batch.build(StepPlan(step_id=-1, scheduled=()), bucket)
     program = deviceless.compile_for_h200(
-        make_step(bind, backend_for("pallas_triton", spec, DEVICE, DTYPE)),
+        make_step(bind, backend),
         params,
         state,
         pack(inputs),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,23 @@ def bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype:
     return 2 * num_layers * num_kv_heads * vector
 
 
+def abstract(
+    *,
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+) -> KVCache:
+    """Returns the shapes and dtypes of a cache, with scales if ``dtype`` needs them."""
+    slots = (num_layers, num_blocks, block_size, num_kv_heads)
+    held = "uint8" if dtype == "float8_e4m3fn" else dtype  # see `KVCache`
+    entries: Any = jax.ShapeDtypeStruct((*slots, head_dim), jnp.dtype(held))
+    scales: Any = jax.ShapeDtypeStruct(slots, jnp.float32) if has_scales(dtype) else None
+    return KVCache(entries, entries, scales, scales)
+
+
 def allocate(
     *,
     num_layers: int,
@@ -63,14 +82,16 @@ def allocate(
     head_dim: int,
     dtype: str,
 ) -> KVCache:
-    """Allocates a cache of zeros, with scales if the dtype needs them.
+    """Allocates a cache of zeros.
 
     It waits for the device, so that a lack of memory is noticed here and not in the first step.
     """
-    slots = (num_layers, num_blocks, block_size, num_kv_heads)
-    held = "uint8" if dtype == "float8_e4m3fn" else dtype  # see `KVCache`
-    k, v = (jnp.zeros((*slots, head_dim), held) for _ in range(2))
-    if not has_scales(dtype):
-        return jax.block_until_ready(KVCache(k, v))
-    k_scale, v_scale = (jnp.zeros(slots, jnp.float32) for _ in range(2))
-    return jax.block_until_ready(KVCache(k, v, k_scale, v_scale))
+    cache = abstract(
+        num_layers=num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    return jax.block_until_ready(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache))

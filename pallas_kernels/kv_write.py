@@ -99,8 +99,9 @@ def _write_kernel(
     num_slots: int,
 ) -> None:
     """One program: one token. ``cache_refs`` are the cache arrays as operands, then as outputs."""
-    outputs = cache_refs[len(cache_refs) // 2 :]  # they share the memory of the operands
-    k_out, v_out, k_scale, v_scale = (*outputs, None, None)[:4]
+    # The outputs share the memory of the operands. The last two are scales, or missing.
+    outputs: tuple[Any, ...] = (*cache_refs[len(cache_refs) // 2 :], None, None)
+    k_out, v_out, k_scale, v_scale = outputs[:4]
     token = _triton.program_id(0)
     layer, slot = layer_ref[0], slots_ref[token]
     _, _, block_size, num_kv_heads, head_dim = k_out.shape

@@ -6,6 +6,8 @@ runs. Memory and speed do not matter. Tests compare references and kernels with 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -110,7 +112,7 @@ def kv_write(
     # A negative index would wrap around; an index past the end is dropped.
     block = jnp.where(slots < 0, num_blocks, slots // block_size)
 
-    def put(into: jax.Array, x: jax.Array) -> jax.Array:
+    def put(into: jax.Array, x: Any) -> jax.Array:
         return into.at[layer, block, slots % block_size].set(x, mode="drop")
 
     k_entries, k_scales = quantize(k, k_cache.dtype)

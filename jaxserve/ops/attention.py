@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 from jaxserve.arrays import Leaf
 from jaxserve.device import Device
 from jaxserve.errors import ConfigError
-from pallas_kernels.quantization import has_scales
+from pallas_kernels.limits import is_quantized
 
 LayerIndex = Int32[Array, ""] | int
 """The index of a layer in the cache, in [0, L): an array inside a loop over the layers."""
@@ -101,7 +101,7 @@ class WriteFn(Protocol):
     ) -> KVCache:
         """Returns the cache with ``k`` and ``v`` [T, K, H] in the slots of ``meta``.
 
-        `pallas_kernels.quantization` says how they become entries of an 8-bit cache.
+        `pallas_kernels.quantization` has the functions that make and read entries of every dtype.
         """
         ...
 
@@ -154,11 +154,14 @@ def serves_everything(shape: AttentionShape) -> None:
     del shape
 
 
-def needs_no_scales(shape: AttentionShape) -> None:
-    """Accepts every cache without scales: the `CheckFn` of a backend that ignores scales."""
-    if has_scales(shape.cache_dtype):
+def serves_wide_caches(shape: AttentionShape) -> None:
+    """Accepts every cache that does not have 8 bits: the `CheckFn` of a backend without limits that
+    reads the entries of the cache as they are.
+    """
+    if is_quantized(shape.cache_dtype):
         raise ConfigError(
-            "this attention backend knows no scales, which --kv-cache-dtype int8 needs"
+            f"this attention backend cannot read a cache of {shape.cache_dtype}; use "
+            "--kv-cache-dtype auto"
         )
 
 
@@ -186,7 +189,7 @@ class AttentionBackend(NamedTuple):
     name: str
     write: WriteFn
     attend: AttendFn
-    check: CheckFn = needs_no_scales
+    check: CheckFn = serves_wide_caches
     check_cache: CheckCacheFn = serves_every_cache
     array_windows: bool = False
     remark: str = ""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,17 +128,15 @@ def write(
     block_size = kv.k.shape[2]
     where = (layer, meta.slots // block_size, meta.slots % block_size)
 
-    def put(cache: jax.Array | None, x: jax.Array | None) -> jax.Array | None:
-        return None if cache is None else cache.at[where].set(x, mode="drop")
+    def put(cache: jax.Array, x: Any) -> jax.Array:
+        return cache.at[where].set(x, mode="drop")
 
     k_entries, k_scale = quantize(k, kv.k.dtype)
     v_entries, v_scale = quantize(v, kv.v.dtype)
-    return KVCache(
-        put(kv.k, k_entries),
-        put(kv.v, v_entries),
-        put(kv.k_scale, k_scale),
-        put(kv.v_scale, v_scale),
-    )
+    written = KVCache(put(kv.k, k_entries), put(kv.v, v_entries))
+    if kv.k_scale is None or kv.v_scale is None:
+        return written
+    return replace(written, k_scale=put(kv.k_scale, k_scale), v_scale=put(kv.v_scale, v_scale))
 
 
 def attend(

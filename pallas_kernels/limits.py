@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32, Num
 
+from pallas_kernels.quantization import has_scales
+
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 MAX_GROUP = 128
@@ -18,14 +20,13 @@ DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZED_DTYPES = ("float8_e4m3fn", "int8")
 CACHE_DTYPES = DTYPES + QUANTIZED_DTYPES
 
-QUANTIZED_MAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
-"""The largest magnitude that a quantised cache entry can hold."""
-
 Cache = Num[Array, "layers blocks block_size kv_heads head_dim"]
 """The keys or the values of all layers, in a dtype of `CACHE_DTYPES`."""
 
-Scales = Float32[Array, "_ _"]
-"""f32[num_layers, num_kv_heads]: the factor of the cache entries of each layer and KV head."""
+Scales = Float32[Array, "_ _ _ _"]
+"""f32[num_layers, num_blocks, block_size, num_kv_heads]: the factors of the entries of a cache of
+int8 (`quantization`). Slots without a live token may hold anything, NaN included.
+"""
 
 LayerIndex = Int32[Array, ""] | int
 """The index of a layer in the cache, in [0, num_layers); may be traced."""
@@ -79,13 +80,12 @@ def check_cache(
     Args:
       k_cache: [num_layers, num_blocks, block_size, num_kv_heads, head_dim].
       v_cache: the same shape and dtype.
-      k_scale: f32[num_layers, num_kv_heads] for an 8-bit cache, or None.
+      k_scale: `Scales` if the cache is int8, else None.
       v_scale: the same for the values.
 
     Raises:
       ValueError: the caches differ, or have a size that the kernels cannot address, or the scales
-        do not fit the caches. An int8 cache must have scales: its integers mean nothing without
-        them.
+        do not fit the caches.
     """
     if k_cache.ndim != 5 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
@@ -93,21 +93,27 @@ def check_cache(
             f"head_dim] of the same shape and dtype, got {k_cache.shape} {k_cache.dtype} and "
             f"{v_cache.shape} {v_cache.dtype}"
         )
+    check_addressable(k_cache.size, k_cache.dtype)
+    shape = k_cache.shape[:-1]
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not has_scales(k_cache.dtype):
+            if scale is not None:
+                raise ValueError(f"{name} must be None for a cache of {k_cache.dtype.name}")
+        elif scale is None:
+            raise ValueError(f"{name} must have shape {shape} for an int8 cache, got None")
+        else:
+            check_shape(name, scale, shape)
+
+
+def check_addressable(num_entries: int, cache_dtype: DTypeLike) -> None:
+    """Raises ValueError unless the kernels can address keys or values of this many entries."""
     # The backend counts offsets in elements. For arrays of up to 2**32 bytes, an offset has 32 bits
     # including the sign: enough for entries of two bytes or more, too few for entries of one byte.
-    if k_cache.dtype.itemsize == 1 and 2**31 < k_cache.size <= 2**32:
+    if jnp.dtype(cache_dtype).itemsize == 1 and 2**31 < num_entries <= 2**32:
         raise ValueError(
-            f"each array of an 8-bit cache must be smaller than 2 GiB or larger than 4 GiB, got "
-            f"{k_cache.size} bytes: change the number of blocks"
+            "the keys of an 8-bit cache must take at most 2 GiB or more than 4 GiB, got "
+            f"{num_entries / 2**30:.2f} GiB; change the number of blocks"
         )
-    shape = (k_cache.shape[0], k_cache.shape[3])
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None and not is_quantized(k_cache.dtype):
-            raise ValueError(f"{name} must be None for a cache of {k_cache.dtype.name}")
-        if scale is None and k_cache.dtype == jnp.int8:
-            raise ValueError(f"{name} must have shape {shape} for an int8 cache, got None")
-        if scale is not None:
-            check_shape(name, scale, shape)
 
 
 def check_dtype(what: str, dtype: DTypeLike) -> None:

@@ -66,8 +66,7 @@ def paged_decode(
       scale: factor of the scores.
       window: a query at position p sees positions above ``p - window``; None for no limit.
       soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None for no cap.
-      k_scale: f32[num_layers, num_kv_heads], positive: the factor of the entries of an 8-bit key
-        cache; None for 1 (not allowed with int8).
+      k_scale: `limits.Scales` of a key cache of int8; None for every other dtype.
       v_scale: the same for the values.
       config: tile sizes; None for those of `tuning`.
       num_splits: splits of each context, at least 1; None for enough to fill a device of 132
@@ -144,7 +143,7 @@ def _decode_kernel(
     """One program: the queries of one group over one split of one request's context."""
     kv_head, row, split = (_triton.program_id(axis) for axis in range(3))
     layer = layer_ref[0]
-    source = KVSource(k_ref, v_ref, table_ref, row, layer, kv_head)
+    source = KVSource(k_ref, v_ref, k_scale_ref, v_scale_ref, table_ref, row, layer, kv_head)
     context = seq_lens_ref[row]
     start = jnp.int32(0)
     if attention.window is not None:
@@ -166,18 +165,17 @@ def _decode_kernel(
     mask = _attention.rows_mask(is_query, attention)
     dims = _attention.dims(attention)
     q = _triton.load(q_ref.at[row, heads[:, None], dims], mask).astype(attention.dot_dtype)
-    k_scale = _attention.load_scale(k_scale_ref, layer, kv_head)
     offsets = jnp.arange(block_n, dtype=jnp.int32)
 
     def visit(tile: Int32[Array, ""], state: _attention.Softmax) -> _attention.Softmax:
         positions = tile * block_n + offsets
         live = (positions >= start) & (positions < context)
-        k, v = _attention.load_tile(source, positions, live, attention)
-        s = _attention.scores(q, k, k_scale, attention)
-        return _attention.add_tile(state, _attention.mask_scores(s, live[None, :]), v)
+        kv = _attention.load_tile(source, positions, live, attention)
+        s = _attention.scores(q, kv, attention)
+        return _attention.add_tile(state, _attention.mask_scores(s, live[None, :]), kv)
 
     state = lax.fori_loop(lo, hi, visit, _attention.empty_softmax(num_queries, attention))
-    out = _attention.normalized(state, _attention.load_scale(v_scale_ref, layer, kv_head))
+    out = _attention.normalized(state)
     if num_splits == 1:
         where = out_ref.at[row, heads[:, None], dims]
         _triton.store(where, out.astype(out_ref.dtype), mask=mask)

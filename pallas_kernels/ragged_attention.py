@@ -70,8 +70,7 @@ def ragged_attention(
       scale: factor of the scores.
       window: a query at position p sees positions above ``p - window``; None for no limit.
       soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``; None for no cap.
-      k_scale: f32[num_layers, num_kv_heads], positive: the factor of the entries of an 8-bit key
-        cache; None for 1 (not allowed with int8).
+      k_scale: `limits.Scales` of a key cache of int8; None for every other dtype.
       v_scale: the same for the values.
       config: tile sizes; None for those of `tuning`.
       interpret: run as plain jax operations, which is slow but works on any device.
@@ -168,7 +167,7 @@ def _ragged_kernel(
     entry, kv_head = _triton.program_id(0), _triton.program_id(1)
     row, token, count, position = (work_ref[entry, field] for field in range(4))
     layer = layer_ref[0]
-    source = KVSource(k_ref, v_ref, table_ref, row, layer, kv_head)
+    source = KVSource(k_ref, v_ref, k_scale_ref, v_scale_ref, table_ref, row, layer, kv_head)
 
     # Rows are (token, head) pairs. Surplus rows point past the last token, so that no index occurs
     # twice.
@@ -180,7 +179,6 @@ def _ragged_kernel(
     mask = _attention.rows_mask(is_query, attention)
     where = (tokens[:, None], heads[:, None], _attention.dims(attention))
     q = _triton.load(q_ref.at[where], mask).astype(attention.dot_dtype)
-    k_scale = _attention.load_scale(k_scale_ref, layer, kv_head)
     positions = position + offset
     tile_offsets = jnp.arange(block_n, dtype=jnp.int32)
     start, full_from, full_to, stop = _tile_ranges(attention, position, count, block_n)
@@ -192,21 +190,21 @@ def _ragged_kernel(
             live = keys < position + count
             if attention.window is not None:
                 live &= keys > position - attention.window
-        k, v = _attention.load_tile(source, keys, live, attention)
-        s = _attention.scores(q, k, k_scale, attention)
+        kv = _attention.load_tile(source, keys, live, attention)
+        s = _attention.scores(q, kv, attention)
         if masked:
             visible = keys[None, :] <= positions[:, None]
             if attention.window is not None:
                 visible &= keys[None, :] > positions[:, None] - attention.window
             s = _attention.mask_scores(s, visible)
-        return _attention.add_tile(state, s, v)
+        return _attention.add_tile(state, s, kv)
 
     state = _attention.empty_softmax(block_m, attention)
     if attention.window is not None:
         state = lax.fori_loop(start, full_from, functools.partial(visit, masked=True), state)
     state = lax.fori_loop(full_from, full_to, functools.partial(visit, masked=False), state)
     state = lax.fori_loop(full_to, stop, functools.partial(visit, masked=True), state)
-    out = _attention.normalized(state, _attention.load_scale(v_scale_ref, layer, kv_head))
+    out = _attention.normalized(state)
     _triton.store(out_ref.at[where], out.astype(out_ref.dtype), mask=mask)
 
 

@@ -6,12 +6,14 @@ runs. Memory and speed do not matter. Tests compare references and kernels with 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import limits
-from pallas_kernels.kv_write import quantized
+from pallas_kernels.quantization import dequantize, quantize
 
 
 def paged_decode(
@@ -77,8 +79,8 @@ def ragged_attention(
     # [num_tokens, context, num_kv_heads, head_dim], for every position that a table can hold.
     context = jnp.arange(width * block_size)
     block = jnp.clip(block_tables, 0, num_blocks - 1)[row][:, context // block_size]
-    k = _dequantized(k_cache, k_scale)[layer, block, context % block_size]
-    v = _dequantized(v_cache, v_scale)[layer, block, context % block_size]
+    k = dequantize(k_cache, k_scale)[layer, block, context % block_size]
+    v = dequantize(v_cache, v_scale)[layer, block, context % block_size]
     visible = (context <= position[:, None]) & (context < length[:, None])
     if window is not None:
         visible &= context > position[:, None] - window
@@ -104,23 +106,17 @@ def kv_write(
     *,
     k_scale: limits.Scales | None = None,
     v_scale: limits.Scales | None = None,
-) -> tuple[limits.Cache, limits.Cache]:
+) -> tuple[limits.Cache, limits.Cache, limits.Scales | None, limits.Scales | None]:
     """See `kv_write.kv_write`."""
     _, num_blocks, block_size, _, _ = k_cache.shape
     # A negative index would wrap around; an index past the end is dropped.
     block = jnp.where(slots < 0, num_blocks, slots // block_size)
 
-    def written(cache: jax.Array, x: jax.Array, scale: limits.Scales | None) -> jax.Array:
-        if limits.is_quantized(cache.dtype):
-            x = quantized(x, 1.0 if scale is None else scale[layer][:, None], cache.dtype)
-        return cache.at[layer, block, slots % block_size].set(x.astype(cache.dtype), mode="drop")
+    def put(into: jax.Array, x: Any) -> jax.Array:
+        return into.at[layer, block, slots % block_size].set(x, mode="drop")
 
-    return written(k_cache, k, k_scale), written(v_cache, v, v_scale)
-
-
-def _dequantized(
-    cache: limits.Cache, scale: limits.Scales | None
-) -> Float32[Array, "layers blocks block_size kv_heads head_dim"]:
-    """Returns the cache in float32, multiplied by the scale of each layer and head."""
-    values = cache.astype(jnp.float32)
-    return values if scale is None else values * scale[:, None, None, :, None]
+    k_entries, k_scales = quantize(k, k_cache.dtype)
+    v_entries, v_scales = quantize(v, v_cache.dtype)
+    if k_scale is not None and v_scale is not None:
+        k_scale, v_scale = put(k_scale, k_scales), put(v_scale, v_scales)
+    return put(k_cache, k_entries), put(v_cache, v_entries), k_scale, v_scale

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import limits
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.quantization import has_scales
 from pallas_kernels.ragged_attention import ragged_attention
 
 NUM_LAYERS = 32
@@ -66,6 +66,7 @@ MODELS = {
     "llama-8b fp8": Heads(32, 8, 128, cache_dtype=jnp.float8_e4m3fn),
     "llama-8b int8": Heads(32, 8, 128, cache_dtype=jnp.int8),
     "gemma3-12b int8": Heads(16, 8, 256, cache_dtype=jnp.int8),
+    "smollm2-135m int8": Heads(9, 3, 64, cache_dtype=jnp.int8),
     "llama-8b f32": Heads(32, 8, 128, dtype=jnp.float32),
     "llama-8b f32 cache": Heads(32, 8, 128, cache_dtype=jnp.float32),
     "gemma3-12b f32": Heads(16, 8, 256, dtype=jnp.float32),
@@ -113,12 +114,12 @@ def _write(name: str, heads: Heads, *, num_tokens: int) -> Case:
     k = jax.ShapeDtypeStruct((num_tokens, heads.num_kv_heads, heads.head_dim), heads.dtype)
     slots = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
 
-    def fn(*args: Any) -> tuple[jax.Array, jax.Array]:
+    def fn(*args: Any) -> tuple[jax.Array | None, ...]:
         *data, k_scale, v_scale = args
         return kv_write(*data, k_scale=k_scale, v_scale=v_scale)
 
     args = (*_cache(heads), k, k, slots, LAYER, *_scales(heads))
-    return Case(name, fn, args, ("kv_write",), donated=(0, 1))
+    return Case(name, fn, args, ("kv_write",), donated=(0, 1, 6, 7))
 
 
 def _cache(heads: Heads) -> Args:
@@ -128,10 +129,11 @@ def _cache(heads: Heads) -> Args:
 
 
 def _scales(heads: Heads) -> Args:
-    """Returns the scales of the cache, which are None unless it has 8 bits."""
-    if not limits.is_quantized(heads.cache_dtype or heads.dtype):
+    """Returns the scales of the cache, which are None unless it is int8."""
+    if not has_scales(heads.cache_dtype or heads.dtype):
         return (None, None)
-    return (jax.ShapeDtypeStruct((NUM_LAYERS, heads.num_kv_heads), jnp.float32),) * 2
+    shape = (NUM_LAYERS, NUM_BLOCKS, heads.block_size, heads.num_kv_heads)
+    return (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
 
 
 def _tables(num_rows: int) -> Args:

@@ -29,7 +29,7 @@ MAX_NUM_SEQS = 256
 # free memory.
 CACHE_BYTES = 100 * 10**9
 
-STEP_COLUMNS = "{:36s} {:>6s} {:>7s} {:>7s} {:>8s} {:>5s} {:>13s} {:>13s} {:>11s} {:>6s} {:>5s}"
+STEP_COLUMNS = "{:58s} {:>6s} {:>7s} {:>7s} {:>8s} {:>5s} {:>13s} {:>13s} {:>11s} {:>6s} {:>5s}"
 STEP_HEADER = (
     "step",
     "graphs",
@@ -53,13 +53,15 @@ class StepCase:
     num_tokens: int
     num_rows: int
     weights: str = "dense"
+    cache_dtype: str = DTYPE
 
     @property
     def name(self) -> str:
         """The name in the table."""
         kind = "decode" if self.num_tokens == self.num_rows else f"{self.num_tokens} tokens,"
-        weights = "" if self.weights == "dense" else f"{self.weights} "
-        return f"step {self.model} {weights}{kind} {self.num_rows} rows"
+        weights = "" if self.weights == "dense" else f" {self.weights} weights"
+        cache = "" if self.cache_dtype == DTYPE else f" {self.cache_dtype} cache"
+        return f"step {self.model}{weights}{cache} {kind} {self.num_rows} rows"
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,19 @@ class StepReport:
 
 
 def step_cases() -> Iterator[StepCase]:
-    """Yields decode with and without split contexts, a mixed step, and decode with int8 weights."""
+    """Yields decode with and without split contexts, and a mixed step, for two models.
+
+    Then decode with int8 weights of the larger model, and decode and a mixed step with 8-bit caches
+    of the smaller one.
+    """
     for model in ("smollm2-135m", "llama-3.1-8b"):
         yield StepCase(model, 8, 8)
         yield StepCase(model, MAX_NUM_SEQS, MAX_NUM_SEQS)
         yield StepCase(model, 8192, 8)
     yield StepCase("llama-3.1-8b", 8, 8, weights="int8")
+    for dtype in ("int8", "float8_e4m3fn"):
+        yield StepCase("smollm2-135m", MAX_NUM_SEQS, MAX_NUM_SEQS, cache_dtype=dtype)
+        yield StepCase("smollm2-135m", 8192, 8, cache_dtype=dtype)
 
 
 def compile_step(
@@ -149,10 +158,10 @@ def compile_step(
         num_layers=spec.cache_layout.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        dtype=DTYPE,
+        dtype=case.cache_dtype,
     )
     num_blocks = CACHE_BYTES // per_block
-    kv = abstract_cache(spec, num_blocks=num_blocks, dtype=DTYPE)
+    kv = abstract_cache(spec, num_blocks=num_blocks, dtype=case.cache_dtype)
     last_tokens: Any = jax.ShapeDtypeStruct((MAX_NUM_SEQS,), "int32")
     state = StepState(kv, last_tokens)
     batch = BatchBuilder(
@@ -162,10 +171,11 @@ def compile_step(
         block_size=BLOCK_SIZE,
         num_groups=len(spec.cache_layout.windows),
     )
+    backend = backend_for("pallas_triton", spec, DEVICE, DTYPE, cache_dtype=case.cache_dtype)
     bucket = Bucket(case.num_tokens, case.num_rows, NARROW_TABLE)
     inputs = batch.build(StepPlan(step_id=-1, scheduled=()), bucket)
     program = deviceless.compile_for_h200(
-        make_step(bind, backend_for("pallas_triton", spec, DEVICE, DTYPE)),
+        make_step(bind, backend),
         params,
         state,
         pack(inputs),

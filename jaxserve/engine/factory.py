@@ -65,7 +65,7 @@ def build(
     spec = read_spec(checkpoint.config)
     device = current_device()
     dtype, dtype_decision = resolve_dtype(config.model, device)
-    cache_dtype = kv_cache.cache_dtype(dtype, device)
+    cache_dtype, cache_reason = kv_cache.cache_dtype(config.cache.kv_cache_dtype, dtype, device)
     backend, backend_reason = _attention_backend(config, spec, device, dtype, cache_dtype)
     loop, loop_reason = _layer_loop(config.compile.layer_loop, spec, device, backend)
     layout = Layout(dtype, loop, _weight_format(config.model.quantization))
@@ -73,6 +73,7 @@ def build(
         Decision("model", checkpoint.name, f"{spec.architecture} from {checkpoint.path}"),
         Decision("device", device.kind, f"the default of jax on {device.platform}"),
         dtype_decision or Decision("dtype", dtype, "as asked"),
+        Decision("KV cache dtype", cache_dtype, cache_reason),
         Decision("attention", backend.name, backend_reason),
         Decision("layers", loop, loop_reason),
         _quantization_decision(config.model, spec, layout),
@@ -90,6 +91,7 @@ def build(
         )
     with phase("allocate KV cache", "bytes") as allocating:
         sizes, kv = _allocate(config, spec, cache_dtype, allocating)
+        backend.check_cache(kv)
     runner = ModelRunner(
         functools.partial(nnx.merge, graphdef),
         params,

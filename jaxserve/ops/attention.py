@@ -16,11 +16,12 @@ from typing import NamedTuple, Protocol
 
 import jax
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from jaxserve.arrays import Leaf
 from jaxserve.device import Device
 from jaxserve.errors import ConfigError
+from pallas_kernels.limits import is_quantized
 
 LayerIndex = Int32[Array, ""] | int
 """The index of a layer in the cache, in [0, L): an array inside a loop over the layers."""
@@ -41,13 +42,20 @@ class KVCache:
     `models.cache_layout`.
 
     Attributes:
-      k: [L, B, S, K, H]. Block 0 is never allocated, so that padding can point to it. Slots without
+      k: [L, B, S, K, H], in a dtype of `pallas_kernels.limits.CACHE_DTYPES`, except that float8
+        entries are held as their bits, in uint8: on a CPU, XLA rewrites an array of float8 to write
+        to it. Block 0 is never allocated, so that padding can point to it. Slots without
         a live token hold garbage, which may be NaN.
       v: the same shape and dtype.
+      k_scale: f32[L, B, S, K], the factors of the keys of a cache of int8; None for any other
+        dtype. Slots without a live token hold garbage here too.
+      v_scale: the same for the values.
     """
 
-    k: Float[Leaf, "layers blocks block_size kv_heads head_dim"]
-    v: Float[Leaf, "layers blocks block_size kv_heads head_dim"]
+    k: Num[Leaf, "layers blocks block_size kv_heads head_dim"]
+    v: Num[Leaf, "layers blocks block_size kv_heads head_dim"]
+    k_scale: Float32[Leaf, "layers blocks block_size kv_heads"] | None = None
+    v_scale: Float32[Leaf, "layers blocks block_size kv_heads"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +138,10 @@ class WriteFn(Protocol):
         v: Float[Array, "tokens kv_heads head_dim"],
         meta: AttentionMeta,
     ) -> KVCache:
-        """Returns the cache with ``k`` and ``v`` [T, K, H] in the slots of ``meta``."""
+        """Returns the cache with ``k`` and ``v`` [T, K, H] in the slots of ``meta``.
+
+        `pallas_kernels.quantization` has the functions that make and read entries of every dtype.
+        """
         ...
 
 
@@ -182,6 +193,30 @@ def serves_everything(shape: AttentionShape) -> None:
     del shape
 
 
+def serves_wide_caches(shape: AttentionShape) -> None:
+    """Accepts every cache that does not have 8 bits: the `CheckFn` of a backend without limits that
+    reads the entries of the cache as they are.
+    """
+    if is_quantized(shape.cache_dtype):
+        raise ConfigError(
+            f"this attention backend cannot read a cache of {shape.cache_dtype}; use "
+            "--kv-cache-dtype auto"
+        )
+
+
+class CheckCacheFn(Protocol):
+    """Rejects caches of an unsupported size, when it is known and before steps are compiled."""
+
+    def __call__(self, kv: KVCache) -> None:
+        """Raises ConfigError if the backend cannot serve a cache of this size."""
+        ...
+
+
+def serves_every_cache(kv: KVCache) -> None:
+    """Accepts every cache: the `CheckCacheFn` of a backend without limits."""
+    del kv
+
+
 class AttentionBackend(NamedTuple):
     """The functions that write and read the cache on one kind of device.
 
@@ -193,7 +228,8 @@ class AttentionBackend(NamedTuple):
     name: str
     write: WriteFn
     attend: AttendFn
-    check: CheckFn = serves_everything
+    check: CheckFn = serves_wide_caches
+    check_cache: CheckCacheFn = serves_every_cache
     array_windows: bool = False
     remark: str = ""
 

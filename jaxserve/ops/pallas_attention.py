@@ -23,6 +23,7 @@ from jaxserve.ops.attention import (
 from pallas_kernels import limits, tuning
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.quantization import as_bits, from_bits
 from pallas_kernels.ragged_attention import ragged_attention
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
@@ -38,6 +39,7 @@ def backend(device: Device) -> AttentionBackend:
         write=functools.partial(_write, interpret=interpreted),
         attend=functools.partial(_attend, device=device),
         check=functools.partial(_check, device=device),
+        check_cache=_check_cache,
         remark="interpreted, which is slow: there is no GPU" if interpreted else "",
     )
 
@@ -54,8 +56,6 @@ def _check(shape: AttentionShape, *, device: Device) -> None:
             f"the attention backend pallas_triton{what} needs {kind.format(*least)}, got "
             f"{device.kind}"
         )
-    if shape.cache_dtype == "int8":
-        raise ConfigError("the attention backend pallas_triton has no scales for a cache of int8")
     try:
         limits.check_supported(
             head_dim=shape.head_dim,
@@ -71,6 +71,18 @@ def _check(shape: AttentionShape, *, device: Device) -> None:
         ) from error
 
 
+def _check_cache(kv: KVCache) -> None:
+    """Checks that the kernels can address the cache; see `CheckCacheFn`."""
+    try:
+        limits.check_addressable(kv.k.size, kv.k.dtype)
+    except ValueError as error:
+        block = kv.k.size // kv.k.shape[1]
+        raise ConfigError(
+            f"the attention backend pallas_triton cannot serve this: {error}, with --num-blocks, "
+            f"to at most {2**31 // block} or at least {2**32 // block + 1}"
+        ) from error
+
+
 def _write(
     kv: KVCache,
     layer: LayerIndex,
@@ -81,7 +93,10 @@ def _write(
     interpret: bool,
 ) -> KVCache:
     """Writes keys and values into their slots; see `WriteFn`."""
-    return KVCache(*kv_write(kv.k, kv.v, k, v, meta.slots, layer, interpret=interpret))
+    scales = {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
+    caches = (from_bits(kv.k), from_bits(kv.v))
+    written = kv_write(*caches, k, v, meta.slots, layer, **scales, interpret=interpret)
+    return KVCache(as_bits(written[0]), as_bits(written[1]), *written[2:])
 
 
 def _attend(
@@ -98,22 +113,25 @@ def _attend(
     """Runs the kernel that fits the step; see `AttendFn`."""
     assert window is None or isinstance(window, int), "the kernels need a fixed window"
     _, num_heads, head_dim = q.shape
+    keys = from_bits(kv.k)
     _, _, block_size, num_kv_heads, _ = kv.k.shape
     config = tuning.kernel_config(
         tuning.DECODE if meta.decode_only else tuning.RAGGED,
         head_dim=head_dim,
         group=num_heads // num_kv_heads,
-        dtype=limits.dot_dtype(q.dtype, kv.k.dtype),
+        dtype=limits.dot_dtype(q.dtype, keys.dtype),
         device=device.kind,
     )
     options = {
         "scale": scale,
         "window": window,
         "soft_cap": soft_cap,
+        "k_scale": kv.k_scale,
+        "v_scale": kv.v_scale,
         "config": config,
         "interpret": device.platform == "cpu",
     }
-    cache = (kv.k, kv.v, meta.block_tables, meta.seq_lens)
+    cache = (keys, from_bits(kv.v), meta.block_tables, meta.seq_lens)
     if not meta.decode_only:
         return ragged_attention(q, *cache, meta.query_start, layer, **options)
     num_rows, width = meta.block_tables.shape

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,15 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.device import Device
-from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache, LayerIndex, Window
+from jaxserve.ops.attention import (
+    AttentionBackend,
+    AttentionMeta,
+    KVCache,
+    LayerIndex,
+    Window,
+    serves_everything,
+)
+from pallas_kernels.quantization import dequantize, quantize
 
 # The score of a position that a query does not see. -inf would give NaN to a query that has no
 # visible position yet. This score gives it equal weights, which the first real score makes zero.
@@ -58,9 +67,13 @@ class _Layer(NamedTuple):
 
         def gather(cache: jax.Array) -> jax.Array:
             blocks = cache.at[self.index, block_ids].get(mode="promise_in_bounds")
-            return blocks.reshape(*block_ids.shape[:-1], -1, *cache.shape[-2:]).astype(jnp.float32)
+            return blocks.reshape(*block_ids.shape[:-1], -1, *cache.shape[3:])
 
-        return gather(self.kv.k), gather(self.kv.v)
+        def vectors(cache: jax.Array, scale: jax.Array | None) -> jax.Array:
+            return dequantize(gather(cache), None if scale is None else gather(scale))
+
+        kv = self.kv
+        return vectors(kv.k, kv.k_scale), vectors(kv.v, kv.v_scale)
 
 
 class _Softmax(NamedTuple):
@@ -99,7 +112,9 @@ class _Softmax(NamedTuple):
 def backend(device: Device) -> AttentionBackend:
     """Returns the backend, which is the same on every device."""
     del device
-    return AttentionBackend("xla", write=write, attend=attend, array_windows=True)
+    return AttentionBackend(
+        "xla", write=write, attend=attend, check=serves_everything, array_windows=True
+    )
 
 
 def write(
@@ -112,10 +127,16 @@ def write(
     """Writes keys and values into their slots; see `WriteFn`."""
     block_size = kv.k.shape[2]
     where = (layer, meta.slots // block_size, meta.slots % block_size)
-    return KVCache(
-        k=kv.k.at[where].set(k.astype(kv.k.dtype), mode="drop"),
-        v=kv.v.at[where].set(v.astype(kv.v.dtype), mode="drop"),
-    )
+
+    def put(cache: jax.Array, x: Any) -> jax.Array:
+        return cache.at[where].set(x, mode="drop")
+
+    k_entries, k_scale = quantize(k, kv.k.dtype)
+    v_entries, v_scale = quantize(v, kv.v.dtype)
+    written = KVCache(put(kv.k, k_entries), put(kv.v, v_entries))
+    if kv.k_scale is None or kv.v_scale is None:
+        return written
+    return replace(written, k_scale=put(kv.k_scale, k_scale), v_scale=put(kv.v_scale, v_scale))
 
 
 def attend(

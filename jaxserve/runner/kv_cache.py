@@ -2,25 +2,77 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.device import Device
+from jaxserve.errors import ConfigError
 from jaxserve.ops.attention import KVCache
+from pallas_kernels.quantization import has_scales
+
+_DTYPES: dict[str, str] = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+}
+"""Values of ``--kv-cache-dtype`` -> names of numpy dtypes."""
 
 
-def cache_dtype(dtype: str, device: Device) -> str:
-    """Returns the dtype of the cache of a model that computes in ``dtype``."""
+def cache_dtype(asked: str, dtype: str, device: Device) -> tuple[str, str]:
+    """Returns the dtype of the cache, a numpy name, and the reason for it.
+
+    Args:
+      asked: `CacheConfig.kv_cache_dtype`.
+      dtype: the dtype that the model computes in, a numpy name.
+      device: the device of the cache.
+
+    Raises:
+      ConfigError: there is no such dtype.
+    """
+    if asked != "auto":
+        if asked not in _DTYPES:
+            raise ConfigError(
+                f"--kv-cache-dtype must be one of auto, {', '.join(_DTYPES)}, got {asked!r}"
+            )
+        return _DTYPES[asked], "as asked"
     # On a CPU, jax before 0.11 scatters into a bfloat16 array by converting all of it to float32
     # and back.
-    rewrites_bf16 = device.platform == "cpu" and jax.__version_info__ < (0, 11)
-    return "float32" if dtype == "bfloat16" and rewrites_bf16 else dtype
+    if dtype == "bfloat16" and device.platform == "cpu" and jax.__version_info__ < (0, 11):
+        return "float32", "this jax is slow to write into bfloat16 on a CPU"
+    return dtype, "that of the activations"
 
 
 def bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> int:
-    """Returns the bytes of the keys and values of one token over all layers of the cache."""
-    return 2 * num_layers * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize
+    """Returns the bytes of the keys and values of one token over all layers of the cache,
+    scales included.
+    """
+    vector = head_dim * jnp.dtype(dtype).itemsize
+    if has_scales(dtype):
+        vector += np.dtype(np.float32).itemsize
+    return 2 * num_layers * num_kv_heads * vector
+
+
+def abstract(
+    *,
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+) -> KVCache:
+    """Returns the shapes and dtypes of a cache, with scales if ``dtype`` needs them."""
+    slots = (num_layers, num_blocks, block_size, num_kv_heads)
+    held = "uint8" if dtype == "float8_e4m3fn" else dtype  # see `KVCache`
+    entries: Any = jax.ShapeDtypeStruct((*slots, head_dim), jnp.dtype(held))
+    scales: Any = jax.ShapeDtypeStruct(slots, jnp.float32) if has_scales(dtype) else None
+    return KVCache(entries, entries, scales, scales)
 
 
 def allocate(
@@ -36,6 +88,12 @@ def allocate(
 
     It waits for the device, so that a lack of memory is noticed here and not in the first step.
     """
-    shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-    k, v = (jnp.zeros(shape, np.dtype(dtype)) for _ in range(2))
-    return jax.block_until_ready(KVCache(k, v))
+    cache = abstract(
+        num_layers=num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    return jax.block_until_ready(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache))

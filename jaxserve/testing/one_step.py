@@ -17,18 +17,26 @@ from jaxserve.models.layout import Layout
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.ops import xla_attention
-from jaxserve.ops.attention import KVCache, StepMeta
+from jaxserve.ops.attention import StepMeta
+from jaxserve.runner import kv_cache
 
 BLOCK_SIZE = 16
 
 
 def logits_of(
-    path: Path, tokens: Sequence[int], *, dtype: str = "float32"
+    path: Path, tokens: Sequence[int], *, dtype: str = "float32", cache_dtype: str | None = None
 ) -> Float32[np.ndarray, "tokens vocab"]:
     """Returns the logits f32[T, V] after each token of a sequence.
 
     The model runs operation by operation, without jit. For many small models, that takes a tenth of
     the time of compiling a program for each.
+
+    Args:
+      path: the checkpoint.
+      tokens: the sequence, T tokens.
+      dtype: dtype of weights and activations.
+      cache_dtype: dtype of the KV cache; None: ``dtype``. Every token reads its context, and its
+        own key and value, from the cache.
 
     Raises:
       CheckpointError, UnsupportedModelError: the checkpoint cannot be opened or loaded.
@@ -40,10 +48,14 @@ def logits_of(
     width = -(-count // BLOCK_SIZE)
     layout = spec.cache_layout
     tables = 1 + jnp.arange(len(layout.windows) * width).reshape(-1, 1, width)
-    shape = (
-        layout.num_layers, tables.size + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim
-    )  # fmt: skip
-    kv = KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    kv = kv_cache.allocate(
+        num_layers=layout.num_layers,
+        num_blocks=tables.size + 1,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=cache_dtype or dtype,
+    )
     meta = StepMeta(
         positions=jnp.arange(count),
         slots=tables[:, :, 0] * BLOCK_SIZE + jnp.arange(count),

@@ -1,7 +1,7 @@
 """Attention problems with random inputs, and their solutions in float64 by loops over numpy arrays.
 
 They check the kernels, interpreted or on a device. All entries that the kernels must not read are
-poison: NaN in dtypes that have it, and IDs far out of range in the block tables.
+poison: NaN in dtypes that have it and in scales, and IDs far out of range in the block tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ result is rounded too.
 """
 
 NumpyCache = Num[np.ndarray, "layers blocks block_size kv_heads head_dim"]
-NumpyScales = Float32[np.ndarray, "layers kv_heads"]
+NumpyScales = Float32[np.ndarray, "layers blocks block_size kv_heads"]
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,9 @@ class _Cache:
         self.k = np.full((NUM_LAYERS, num_blocks, *dims), poison, dtype)
         self.v = self.k.copy()
         self.k_scale = self.v_scale = None
-        if dtype.itemsize == 1:
+        if dtype == np.int8:
             self.k_scale, self.v_scale = (
-                rng.uniform(0.5, 1.5, (NUM_LAYERS, shape.num_kv_heads)).astype(np.float32)
-                / (50.0 if dtype == np.int8 else 1.0)
-                for _ in range(2)
+                np.full(self.k.shape[:-1], np.nan, np.float32) for _ in range(2)
             )
         self.tables = np.full(
             (len(lengths), max(lengths) + shape.num_spare_columns), BAD_BLOCK, np.int32
@@ -161,18 +159,21 @@ class _Cache:
         Returns:
           The keys and the values, float64 [context, num_kv_heads, head_dim].
         """
-        context = self.shape.contexts[request]
+        size, context = self.shape.block_size, self.shape.contexts[request]
+        positions = np.arange(first_visible, context)
+        where = (LAYER, self.tables[request, positions // size], positions % size)
         filled = []
-        for cache, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
+        for cache, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
             rows = self.rng.standard_normal((context, *cache.shape[3:]))
-            if scale is not None:
-                rows /= scale[LAYER][:, None]
-            rows = (np.round(rows) if cache.dtype == np.int8 else rows).astype(cache.dtype)
-            for position in range(first_visible, context):
-                block = self.tables[request, position // self.shape.block_size]
-                cache[LAYER, block, position % self.shape.block_size] = rows[position]
-            exact = rows.astype(np.float64)
-            filled.append(exact if scale is None else exact * scale[LAYER][:, None].astype(float))
+            scale = np.ones(rows.shape[:-1], np.float32)
+            if scales is not None:
+                # Some values are beyond the largest entry, and are clipped.
+                scale = self.rng.uniform(0.01, 0.05, scale.shape).astype(np.float32)
+                rows = np.clip(np.round(rows / scale[..., None]), -127, 127)
+                scales[where] = scale[first_visible:]
+            rows = rows.astype(cache.dtype)
+            cache[where] = rows[first_visible:]
+            filled.append(rows.astype(np.float64) * scale[..., None].astype(np.float64))
         return filled[0], filled[1]
 
 

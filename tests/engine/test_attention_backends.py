@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ def compile_quickly() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def make_config(model: Path, backend: str, **cache: int) -> EngineConfig:
+def make_config(model: Path, backend: str, **cache: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(model), max_model_len=64, dtype="float32"),
         cache=CacheConfig(**{"num_blocks": 20, "block_size": 4} | cache),
@@ -54,6 +55,18 @@ def test_kernels_give_the_same_greedy_tokens_as_xla(tmp_path):
     assert [len(tokens) for tokens in expected.values()] == [6, 6, 6]
     assert len({token for tokens in expected.values() for token in tokens}) > 6
     assert generate(make_config(model, "pallas_triton")) == expected
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_kernels_and_xla_give_the_same_greedy_tokens_with_an_8_bit_cache(tmp_path, kv_cache_dtype):
+    """Both quantise equal keys and values to equal entries, so only roundings of sums differ."""
+    model = write_checkpoint(tmp_path / "tiny")
+    expected, found = (
+        generate(make_config(model, backend, kv_cache_dtype=kv_cache_dtype))
+        for backend in ("xla", "pallas_triton")
+    )
+    assert [len(tokens) for tokens in expected.values()] == [6, 6, 6]
+    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,34 @@ def test_auto_chooses_the_dtype_by_the_instructions_of_the_cpu(config, auto_choo
     assert [len(tokens) for tokens in generate(built, PROMPTS)] == [8, 8, 8]
 
 
+@pytest.mark.parametrize(
+    ("asked", "dtype"), [("auto", "float32"), ("int8", "int8"), ("fp8_e4m3", "float8_e4m3fn")]
+)
+def test_an_8_bit_cache_has_more_blocks_in_the_same_memory(config, asked, dtype):
+    """With heads of 16 numbers, an int8 vector takes 20 bytes with its scale, instead of 64."""
+    cache = CacheConfig(block_size=4, kv_cache_memory_mib=1, kv_cache_dtype=asked)
+    scheduler = SchedulerConfig(max_num_seqs=512, max_num_batched_tokens=512)
+    cold = CompileConfig(warmup=False, compilation_cache_dir="")
+    changed = dataclasses.replace(config, cache=cache, scheduler=scheduler, compile=cold)
+    built = build(changed, 0, lambda _: None)
+    decided = {what: (value, why) for what, value, why in built.ready.decisions}
+    assert decided["KV cache dtype"][0] == dtype
+    assert (decided["KV cache dtype"][1] == "as asked") == (asked != "auto")
+    assert decided["KV cache"][1] == "1 MiB, as asked"
+    head_dim, per_vector = 16, {"float32": 64, "int8": 20, "float8_e4m3fn": 16}[dtype]
+    config_json = tiny_config()
+    assert config_json["head_dim"] == head_dim
+    vectors = 2 * config_json["num_hidden_layers"] * config_json["num_key_value_heads"]
+    assert built.ready.num_blocks == 2**20 // (vectors * per_vector * 4) + 1
+    assert [len(tokens) for tokens in generate(built, PROMPTS)] == [8, 8, 8]
+
+
+def test_rejects_an_unknown_dtype_of_the_cache(config):
+    cache = dataclasses.replace(config.cache, kv_cache_dtype="fp4")
+    with pytest.raises(ConfigError, match="--kv-cache-dtype must be one of auto, .*got 'fp4'"):
+        build(dataclasses.replace(config, cache=cache), 0, lambda _: None)
+
+
 def test_rejects_a_max_model_len_that_is_too_long(config):
     too_long = dataclasses.replace(config.model, max_model_len=100_000)
     with pytest.raises(ConfigError, match="--max-model-len 100000"):

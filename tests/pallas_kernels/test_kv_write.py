@@ -13,7 +13,6 @@ from pallas_kernels import reference
 from pallas_kernels.kv_write import kv_write
 
 NUM_LAYERS, NUM_BLOCKS, LAYER = 2, 5, 1
-QUANTIZED_MAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
 
 def exact(array: object) -> np.ndarray:
@@ -50,7 +49,8 @@ def draw(rng, *, dtype, cache_dtype, num_kv_heads=3, head_dim=64, block_size=16)
 )
 def test_writes_rows_into_their_slots_and_changes_nothing_else(dtype, cache_dtype, sizes, rng):
     k_cache, v_cache, k, v, slots = draw(rng, dtype=dtype, cache_dtype=cache_dtype, **sizes)
-    k_out, v_out = kv_write(k_cache, v_cache, k, v, slots, LAYER, interpret=True)
+    k_out, v_out, *scales = kv_write(k_cache, v_cache, k, v, slots, LAYER, interpret=True)
+    assert scales == [None, None]
     block_size = k_cache.shape[2]
     for cache, rows in ((k_cache, k), (v_cache, v)):
         for row, slot in zip(rows, slots, strict=True):
@@ -60,40 +60,65 @@ def test_writes_rows_into_their_slots_and_changes_nothing_else(dtype, cache_dtyp
     np.testing.assert_array_equal(exact(v_out), exact(v_cache))
 
 
-@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
-def test_quantizes_rows(cache_dtype, rng):
-    k_cache, v_cache, k, v, slots = draw(rng, dtype="float32", cache_dtype=cache_dtype)
-    limit = QUANTIZED_MAX[cache_dtype]
-    k_scale, v_scale = rng.uniform(0.5, 2.0, (2, NUM_LAYERS, 3)).astype(np.float32) / limit
-    k[0, 0, :2] = 1e6, -1e6  # beyond the largest entry
-    out = kv_write(
-        k_cache, v_cache, k, v, slots, LAYER, k_scale=k_scale, v_scale=v_scale, interpret=True
-    )
-    live = np.flatnonzero((slots >= 0) & (slots < NUM_BLOCKS * 16))
-    where = (LAYER, slots[live] // 16, slots[live] % 16)
-    parts = ((k_cache, k, k_scale, out[0]), (v_cache, v, v_scale, out[1]))
-    for cache, rows, scale, result in parts:
+def live(slots: np.ndarray) -> tuple[np.ndarray, tuple]:
+    """Returns the tokens that are written, and the index of their slots in a cache."""
+    tokens = np.flatnonzero((slots >= 0) & (slots < NUM_BLOCKS * 16))
+    return tokens, (LAYER, slots[tokens] // 16, slots[tokens] % 16)
+
+
+def test_a_float8_cache_holds_the_nearest_values_and_never_nan(rng):
+    k_cache, v_cache, k, v, slots = draw(rng, dtype="float32", cache_dtype="float8_e4m3fn")
+    k[0, 0, :4] = 1e6, -1e6, np.inf, 450.0  # beyond the largest entry
+    out = kv_write(k_cache, v_cache, k, v, slots, LAYER, interpret=True)
+    assert out[2:] == (None, None)
+    tokens, where = live(slots)
+    for cache, rows, result in ((k_cache, k, out[0]), (v_cache, v, out[1])):
+        want = np.clip(rows[tokens].astype(np.float64), -448, 448)
         written = np.asarray(result)[where]
-        want = np.clip(rows[live].astype(np.float64) / scale[LAYER][:, None], -limit, limit)
-        # Half a unit for an integer; a sixteenth of a float with 3 bits after the point.
-        unit = 0.5 if cache_dtype == "int8" else np.maximum(np.abs(want) / 16, 2.0**-10)
-        assert np.all(np.abs(written.astype(np.float64) - want) <= unit * 1.0001)
+        unit = np.maximum(np.abs(want) / 16, 2.0**-10)  # 3 bits after the point
+        assert np.all(np.abs(written.astype(np.float64) - want) <= unit)
         cache[where] = written
         np.testing.assert_array_equal(exact(result), exact(cache))
 
 
-@pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("sizes", [{}, {"num_kv_heads": 5, "head_dim": 96}])
+def test_an_int8_cache_has_a_scale_for_each_slot_and_head(sizes, rng):
+    k_cache, v_cache, k, v, slots = draw(rng, dtype="float32", cache_dtype="int8", **sizes)
+    k_scale, v_scale = rng.standard_normal((2, *k_cache.shape[:-1])).astype(np.float32)
+    k[0, 0, 3] = 1e6  # one large value does not change the precision of other heads and tokens
+    k[1, 1] = 0
+    v[1, 1] = 1e-40  # its scale is not a normal number
+    out = kv_write(
+        k_cache, v_cache, k, v, slots, LAYER, k_scale=k_scale, v_scale=v_scale, interpret=True
+    )
+    tokens, where = live(slots)
+    for cache, scales, rows, entries, written in (
+        (k_cache, k_scale, k, out[0], out[2]),
+        (v_cache, v_scale, v, out[1], out[3]),
+    ):
+        want = rows[tokens].astype(np.float64)
+        found = np.asarray(entries)[where], np.asarray(written)[where].astype(np.float64)
+        np.testing.assert_allclose(found[1], np.abs(want).max(-1) / 127, rtol=1e-6, atol=1e-38)
+        error = np.abs(found[0] * found[1][..., None] - want)
+        assert np.all(error <= 0.5001 * found[1][..., None] + 1e-38)
+        cache[where], scales[where] = found
+        np.testing.assert_array_equal(entries, cache)
+        np.testing.assert_array_equal(written, scales)
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn", "int8"])
 def test_reference_equals_the_kernel(cache_dtype, rng):
     *data, slots = draw(rng, dtype="bfloat16", cache_dtype=cache_dtype)
     scales = {}
     if cache_dtype == "int8":
-        scale = rng.uniform(0.01, 0.03, (NUM_LAYERS, 3)).astype(np.float32)
-        scales = {"k_scale": scale, "v_scale": scale * 2}
+        k_scale, v_scale = rng.standard_normal((2, *data[0].shape[:-1])).astype(np.float32)
+        scales = {"k_scale": jnp.asarray(k_scale), "v_scale": jnp.asarray(v_scale)}
     out = kv_write(*data, slots, LAYER, **scales, interpret=True)
-    scales = {name: jnp.asarray(scale) for name, scale in scales.items()}
     expected = reference.kv_write(*map(jnp.asarray, (*data, slots)), LAYER, **scales)
     for result, want in zip(out, expected, strict=True):
-        np.testing.assert_array_equal(exact(result), exact(want))
+        assert (result is None) == (want is None)
+        if want is not None:
+            np.testing.assert_array_equal(exact(result), exact(want))
 
 
 def test_a_donated_cache_is_written_in_place(rng):
@@ -103,16 +128,25 @@ def test_a_donated_cache_is_written_in_place(rng):
     assert "input_output_aliases=((4, 0), (5, 1))" in str(lowered)
 
 
+def test_donated_scales_are_written_in_place(rng):
+    *data, slots = draw(rng, dtype="bfloat16", cache_dtype="int8")
+    scale = np.zeros(data[0].shape[:-1], np.float32)
+    lowered = kv_write.trace(*data, slots, LAYER, k_scale=scale, v_scale=scale).jaxpr
+    assert "input_output_aliases=((4, 0), (5, 1), (6, 2), (7, 3))" in str(lowered)
+
+
 @pytest.mark.parametrize(
     ("cache_dtype", "scales", "message"),
     [
-        ("int8", {}, r"k_scale must have shape \(2, 3\) for an int8 cache, got None"),
-        ("int8", {"k_scale": np.ones((2, 1))}, r"k_scale must have shape \(2, 3\), got \(2, 1\)"),
-        ("bfloat16", {"v_scale": np.ones((2, 3))}, "v_scale must be None for a cache of bfloat16"),
+        ("int8", {}, r"k_scale must have shape \(2, 5, 16, 3\) for an int8 cache, got None"),
+        ("int8", {"k_scale": 1}, r"k_scale must have shape .*, got \(2, 5, 16, 1\)"),
+        ("bfloat16", {"v_scale": 3}, "v_scale must be None for a cache of bfloat16"),
+        ("float8_e4m3fn", {"k_scale": 3}, "k_scale must be None for a cache of float8_e4m3fn"),
     ],
 )
 def test_rejects_scales_that_do_not_fit(cache_dtype, scales, message, rng):
     data = draw(rng, dtype="bfloat16", cache_dtype=cache_dtype)
+    scales = {name: np.ones((2, 5, 16, heads), np.float32) for name, heads in scales.items()}
     with pytest.raises(ValueError, match=message):
         kv_write(*data, LAYER, **scales, interpret=True)
 
@@ -123,5 +157,5 @@ def test_rejects_an_8_bit_cache_between_2_and_4_gib():
         jax.ShapeDtypeStruct((1, 4, 128), jnp.bfloat16),
         jax.ShapeDtypeStruct((1,), "int32"),
     )
-    with pytest.raises(ValueError, match="smaller than 2 GiB or larger than 4 GiB"):
+    with pytest.raises(ValueError, match="at most 2 GiB or more than 4 GiB, got 3.00 GiB"):
         jax.eval_shape(kv_write, cache, cache, row, row, slots, 0)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares the logits of a model with a smaller KV cache to those with a plain one.
 
-    python scripts/kv_cache_accuracy.py [--model PATH] [--text FILE ...] [--tokens N] [--dtype DTYPE]
+    python scripts/kv_cache_accuracy.py [--model MODEL] [--text FILE ...] [--tokens N]
 
 The model reads the first N tokens of each text (teacher forcing), and each token reads its context
 from the cache. The table has, for each dtype of the cache: the mean and the largest KL divergence
@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
 from jaxserve.checkpoint.locate import open_tokenizer
 from jaxserve.testing.one_step import logits_of
 
+ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "security.md"]
 CACHE_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 

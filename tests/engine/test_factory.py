@@ -175,7 +175,7 @@ def test_an_8_bit_cache_has_more_blocks_in_the_same_memory(config, asked, dtype)
     built = build(changed, 0, lambda _: None)
     decided = {what: (value, why) for what, value, why in built.ready.decisions}
     assert decided["KV cache dtype"][0] == dtype
-    assert ("as asked" == decided["KV cache dtype"][1]) == (asked != "auto")
+    assert (decided["KV cache dtype"][1] == "as asked") == (asked != "auto")
     assert decided["KV cache"][1] == "1 MiB, as asked"
     head_dim, per_vector = 16, {"float32": 64, "int8": 20, "float8_e4m3fn": 16}[dtype]
     config_json = tiny_config()

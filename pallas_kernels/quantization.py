@@ -1,10 +1,9 @@
 """Conversion of keys and values to entries of the cache, in every dtype of `limits.CACHE_DTYPES`.
 
 A float8 entry is the value itself, rounded. Arrays of uint8 hold the bits of such entries. An int8
-entry is the value divided by a scale. There is
-one scale for each slot and KV head, computed from the vector that is written: its largest magnitude
-becomes 127. So no calibration is needed, and a large value in one token does not change the
-precision of others.
+entry is the value divided by a scale. There is one scale for each slot and KV head, computed from
+the vector that is written: its largest magnitude becomes 127. So no calibration is needed, and a
+large value in one token does not change the precision of others.
 
 These are plain jax operations, which also run inside a kernel.
 """

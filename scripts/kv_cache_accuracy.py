@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares the logits of a model with a smaller KV cache to those with a plain one.
 
-    python scripts/kv_cache_accuracy.py [--model PATH] [--text FILE ...] [--tokens N] [--dtype D]
+    python scripts/kv_cache_accuracy.py [--model MODEL] [--text FILE ...] [--tokens N]
 
 The model reads the first N tokens of each text (teacher forcing), and each token reads its context
 from the cache. The table has, for each dtype of the cache: the mean and the largest KL divergence

@@ -17,12 +17,13 @@ GIB = 1024**3
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
-def setting(default: Any, help: str) -> Any:
+def setting(default: Any, help: str, *, alias: str | None = None) -> Any:
     """Declares a field that is also a command line flag, with its help text.
 
     The default is appended to the flag's help. If it is None or empty, ``help`` must describe it.
+    ``alias`` is another name of the flag.
     """
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, "alias": alias})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class CacheConfig:
     )
     kv_cache_memory_mib: int | None = setting(
         None,
-        "memory for the KV cache in MiB (default: on a GPU all that --memory-fraction leaves; on a "
+        "memory for the KV cache on each device in MiB (default: on a GPU all that --memory-fraction leaves; on a "
         "CPU 768, or more if one request of full length needs it, up to half of the free memory)",
     )
     memory_fraction: float = setting(
@@ -138,9 +139,26 @@ class LogprobsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The number of engines."""
+    """The number of engines, and the devices of each."""
 
     data_parallel_size: int = setting(1, "engine processes, each with a full copy of the model")
+    tensor_parallel_size: int = setting(
+        1,
+        "devices of each engine, which hold the model and the KV cache together: GPUs, or on a CPU "
+        "as many simulated devices",
+        alias="-tp",
+    )
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(
+                f"--tensor-parallel-size must be at least 1, got {self.tensor_parallel_size}"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of all engines."""
+        return self.data_parallel_size * self.tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from jaxserve.device import Device
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import Submit
 from jaxserve.models import registry
-from jaxserve.models.causal_lm import Loop
+from jaxserve.models.layout import Layout, Loop
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops import attention
@@ -98,7 +98,7 @@ def test_model_computes_what_it_describes(
     config = tiny_config("ExampleForCausalLM")
     spec = read_spec(config)
     tensors = random_tensors(config)
-    graphdef, params = load_params(InMemory(tensors), spec, dtype="float32", loop=loop)
+    graphdef, params = load_params(InMemory(tensors), spec, Layout("float32", loop))
     model = nnx.merge(graphdef, params)
     kv = KVCache(*(jnp.zeros((spec.num_layers, 2, 16, 2, 16)) for _ in range(2)))
     meta = AttentionMeta(

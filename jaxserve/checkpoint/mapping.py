@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import EllipsisType
 
 import numpy as np
 
@@ -46,13 +45,20 @@ class Rule:
 class Target:
     """A parameter to fill.
 
+    A checkpoint stores a vector or a matrix. The parameter splits the axes of that matrix further:
+    its first ``num_rows`` axes are the rows, the others are the columns.
+
     Attributes:
       shape: shape of the parameter; if its path has a ``*``, the first axis is the layer.
-      parts: names and sizes of the parts of the last axis, if each part is a separate tensor.
+      num_rows: the number of axes, not counting the layer, that are the rows; 0: a vector.
+      parts: names and sizes of the parts of one axis, if each part is a separate tensor.
+      parts_axis: that axis, not counting the layer.
     """
 
     shape: tuple[int, ...]
+    num_rows: int = 0
     parts: tuple[tuple[str, int], ...] = ()
+    parts_axis: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +69,14 @@ class Destination:
       target: path of the parameter.
       index: place in the parameter.
       shape: shape that the tensor must have after ``transform``.
+      place: shape of the place, of the same size.
       transform: applied to the tensor before it is placed.
     """
 
     target: str
-    index: tuple[int | slice | EllipsisType, ...]
+    index: tuple[int | slice, ...]
     shape: tuple[int, ...]
+    place: tuple[int, ...]
     transform: Callable[[np.ndarray], np.ndarray]
 
 
@@ -102,12 +110,15 @@ def assign(
             if path not in targets:
                 continue
             is_stacked = "*" in path
-            for part, columns, size in _parts(rule, targets[path]):
+            target, index = targets[path], (layer,) if is_stacked else ()
+            for part, where, place in _parts(rule, target, target.shape[is_stacked:]):
                 name = rule.name.replace("{layer}", str(layer)).replace("{part}", part)
                 assert name not in destinations, f"more than one rule is for {name}"
-                shape = (*targets[path].shape[is_stacked:-1], size)
-                index = (*((layer,) if is_stacked else ()), ..., columns)
-                destinations[name] = Destination(path, index, shape, rule.transform)
+                rows, columns = place[: target.num_rows], place[target.num_rows :]
+                shape = (*((math.prod(rows),) if rows else ()), math.prod(columns))
+                destinations[name] = Destination(
+                    path, (*index, *where), shape, place, rule.transform
+                )
     filled = {destination.target for destination in destinations.values()}
     assert filled == set(targets), f"no rule fills {set(targets) - filled}"
     return destinations
@@ -165,7 +176,8 @@ def assemble(
         value = _checked(name, tensor, destinations[name])  # before its parameter is allocated
         if target not in buffers:
             buffers[target] = _empty(targets[target].shape, dtype)
-        buffers[target][destinations[name].index] = value
+        # Splitting axes makes a view, even of a transposed matrix.
+        buffers[target][destinations[name].index] = value.reshape(destinations[name].place)
         num_bytes = value.size * dtype.itemsize
         # Keep no reference to a complete parameter: the caller moves it to the device.
         yield Placed(target, num_bytes, None if missing[target] else buffers.pop(target))
@@ -201,14 +213,18 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def _parts(rule: Rule, target: Target) -> Iterator[tuple[str, slice, int]]:
-    """Yields name, slice and size on the last axis for each part of a parameter."""
+def _parts(
+    rule: Rule, target: Target, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[slice, ...], tuple[int, ...]]]:
+    """Yields name, place and its shape for each part of a parameter of ``shape``, of one layer."""
+    everywhere = (slice(None),) * len(shape)
     if "{part}" not in rule.name:
-        yield "", slice(None), target.shape[-1]
+        yield "", everywhere, shape
         return
-    start = 0
+    start, axis = 0, target.parts_axis
     for part, size in target.parts:
-        yield part, slice(start, start + size), size
+        where = (*everywhere[:axis], slice(start, start + size), *everywhere[axis + 1 :])
+        yield part, where, (*shape[:axis], size, *shape[axis + 1 :])
         start += size
 
 

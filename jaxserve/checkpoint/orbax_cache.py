@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxserve.checkpoint.checkpoint import Checkpoint
 
 logger = logging.getLogger("jaxserve")
 
-FORMAT = 1
+FORMAT = 2
 """Version of the conversion. Raise it when the same checkpoint gives different weights."""
 
 WEIGHTS, MANIFEST = "weights", "manifest.json"
@@ -31,17 +32,21 @@ WEIGHTS, MANIFEST = "weights", "manifest.json"
 Params = dict[str, Any]
 
 
-def entry_name(checkpoint: Checkpoint, *, dtype: str, loop: str) -> str:
+def entry_name(checkpoint: Checkpoint, layout: Mapping[str, str]) -> str:
     """Returns the name of the cache entry for the converted weights of a checkpoint.
 
     The name is a hash of the checkpoint's path, config, file sizes and modification times, of the
-    dtype and layout of the weights, and of the version of jaxserve.
+    layout of the weights, and of the version of jaxserve.
+
+    Args:
+      checkpoint: where the weights come from.
+      layout: the fields of `models.layout.Layout`.
     """
     path = checkpoint.path.resolve()
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     stats = [(file.name, file.stat()) for file in files]
     facts = [
-        *(FORMAT, __version__, str(path), dtype, loop, checkpoint.config),
+        *(FORMAT, __version__, str(path), dict(layout), checkpoint.config),
         [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     ]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
 from jaxserve.engine.startup import Phase
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Decision, Progress
+from jaxserve.models.layout import Layout, Loop
 from jaxserve.models.loading import abstract_params, load_params
 from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.models.spec import ModelSpec
@@ -58,6 +60,7 @@ def build(
     cache_dtype = kv_cache.cache_dtype(dtype, device)
     backend, backend_reason = _attention_backend(config, spec, device, dtype, cache_dtype)
     loop, loop_reason = _layer_loop(config.compile.layer_loop, spec, device, backend)
+    layout = Layout(dtype, loop)
     decisions = [
         Decision("model", checkpoint.name, f"{spec.architecture} from {checkpoint.path}"),
         Decision("device", device.kind, f"the default of jax on {device.platform}"),
@@ -69,7 +72,7 @@ def build(
     phase = functools.partial(Phase, engine, on_progress=on_progress)
     with phase("load weights", "bytes") as loading:
         graphdef, params, weights_decisions = _load(
-            config.model.weights_cache, checkpoint, spec, dtype=dtype, loop=loop, phase=loading
+            config.model.weights_cache, checkpoint, spec, layout, phase=loading
         )
     with phase("allocate KV cache", "bytes") as allocating:
         sizes, kv = _allocate(config, spec, cache_dtype, allocating)
@@ -121,11 +124,11 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _layer_loop(
-    asked: Literal["auto", "scan", "unroll"],
+    asked: Literal["auto"] | Loop,
     spec: ModelSpec,
     device: Device,
     backend: AttentionBackend,
-) -> tuple[Literal["scan", "unroll"], str]:
+) -> tuple[Loop, str]:
     """Returns whether to scan over the layers or to unroll them, and why.
 
     Raises:
@@ -147,7 +150,7 @@ def _layer_loop(
 
 
 def _load(
-    cache: str, checkpoint: Checkpoint, spec: ModelSpec, *, dtype: str, loop: Any, phase: Phase
+    cache: str, checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, *, phase: Phase
 ) -> tuple[Any, Any, list[Decision]]:
     """Returns the graph of the model, its weights, and decisions about the weights cache."""
 
@@ -155,15 +158,15 @@ def _load(
         phase.update(done, total, f"{done / phase.seconds / 1e9:.2f} GB/s")
 
     def convert() -> tuple[Any, Any]:
-        return load_params(checkpoint, spec, dtype=dtype, loop=loop, on_progress=on_bytes)
+        return load_params(checkpoint, spec, layout, on_progress=on_bytes)
 
     if not cache:
         return *convert(), []
     from jaxserve.checkpoint.orbax_cache import WeightsCache, entry_name  # slow to import
 
     weights_cache = WeightsCache(Path(cache).expanduser())
-    name = entry_name(checkpoint, dtype=dtype, loop=loop)
-    graphdef, like = abstract_params(spec, dtype=dtype, loop=loop)
+    name = entry_name(checkpoint, dataclasses.asdict(layout))
+    graphdef, like = abstract_params(spec, layout)
     params = weights_cache.restore(name, like)
     if params is not None:
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -8,6 +8,7 @@ layers, B blocks, S block_size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from jaxserve.ops.attention import (
     Window,
 )
 from jaxserve.ops.elementwise import ACTIVATIONS, rms_norm
+from jaxserve.ops.linear import DENSE, ArraySpec, Axes, Matrix, WeightFormat
 from jaxserve.ops.rope import rotate
 
 Hidden = Float[Array, "tokens hidden"]
@@ -62,45 +64,115 @@ class Layer(nnx.Module):
         raise NotImplementedError(type(self))
 
 
-def parameter(*shape: int, parts: tuple[tuple[str, int], ...] = ()) -> nnx.Param:
-    """Returns a parameter without values, to be loaded.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a fused parameter, each of which is a tensor of its own in checkpoints.
+
+    Attributes:
+      axis: the name of the axis along which the parts lie.
+      sizes: name and size of each part on that axis.
+    """
+
+    axis: str
+    sizes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A parameter as checkpoints store it, and the format that makes its arrays.
+
+    Attributes:
+      name: the attribute that the rules of a family name as the target.
+      matrix: the axes of the parameter before it is encoded.
+      parts: the parts of a fused parameter.
+      format: encodes the parameter.
+    """
+
+    name: str
+    matrix: Matrix
+    parts: Parts | None
+    format: WeightFormat
+
+
+def parameter(axes: Axes, *, parts: Parts | None = None, name: str = "weight") -> nnx.Param:
+    """Returns a dense vector without values, to be loaded; its value is an `ArraySpec`.
 
     Args:
-      shape: the shape. The dtype float32 is a placeholder; `models.loading` chooses the real one.
-      parts: for a fused parameter, name and size of each part of the last axis. A checkpoint stores
-        each part as a separate tensor.
+      axes: the logical axes. A checkpoint stores them as one.
+      parts: for a fused parameter.
+      name: the attribute that will hold the parameter.
     """
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), parts=parts)
+    return nnx.Param(ArraySpec(axes), source=Source(name, Matrix((), axes), parts, DENSE))
 
 
-class Linear(nnx.Module):
+class Weight(nnx.Module):
+    """A module that has a weight in any format, the base of `Linear` and `Embed`.
+
+    The arrays of the format are attributes of the module, parameters without values, to be loaded.
+
+    Args:
+      matrix: the axes of the weight.
+      parts: for a fused weight.
+    """
+
+    def __init__(self, matrix: Matrix, parts: Parts | None = None) -> None:
+        self.matrix = matrix
+        self.parts = parts
+        self._declare(DENSE)
+
+    def store_as(self, weight_format: WeightFormat) -> None:
+        """Replaces the parameters of the weight by those of a format."""
+        for name in self.format.leaves(self.matrix):
+            delattr(self, name)
+        self._declare(weight_format)
+
+    def _declare(self, weight_format: WeightFormat) -> None:
+        self.format = weight_format
+        source = Source("weight", self.matrix, self.parts, weight_format)
+        for name, array in weight_format.leaves(self.matrix).items():
+            setattr(self, name, nnx.Param(array, source=source))
+
+    @property
+    def leaves(self) -> dict[str, jax.Array]:
+        """The arrays of the weight."""
+        return {name: getattr(self, name)[...] for name in self.format.leaves(self.matrix)}
+
+
+def store_weights_as(module: nnx.Module, weight_format: WeightFormat) -> None:
+    """Chooses the format of every weight in a module, before its values are loaded."""
+    for _, each in nnx.iter_modules(module):
+        if isinstance(each, Weight):
+            each.store_as(weight_format)
+
+
+class Linear(Weight):
     """``x @ weight + bias``, or several such layers fused into one.
 
+    The weight has the axes of the inputs, then those of the outputs. Checkpoints store [out, in];
+    the transpose is twice as fast for few tokens on a CPU.
+
     Args:
-      num_inputs: size of the input.
-      outputs: size of the output; for fused layers, the size of each output by name.
+      inputs, outputs: the logical axes; ``x`` and the result have them as one, [T, I] and [T, O].
+      parts: for fused layers, the axis of ``outputs`` along which they lie.
       bias: adds a bias.
     """
 
     def __init__(
-        self, num_inputs: int, outputs: int | dict[str, int], *, bias: bool = False
+        self, inputs: Axes, outputs: Axes, *, parts: Parts | None = None, bias: bool = False
     ) -> None:
-        parts = () if isinstance(outputs, int) else tuple(outputs.items())
-        num_outputs = outputs if isinstance(outputs, int) else sum(outputs.values())
-        # Checkpoints store [out, in]. The transpose [in, out] is twice as fast for few tokens.
-        self.weight = parameter(num_inputs, num_outputs, parts=parts)
-        self.bias = parameter(num_outputs, parts=parts) if bias else None
+        super().__init__(Matrix(inputs, outputs), parts)
+        self.bias = parameter(outputs, parts=parts, name="bias") if bias else None
 
     def __call__(self, x: Float[Array, "tokens in"]) -> Float[Array, "tokens out"]:
-        y = x @ self.weight[...]
-        return y if self.bias is None else y + self.bias[...]
+        y = self.format.matmul(x, self.leaves)
+        return y if self.bias is None else y + self.bias[...].reshape(-1)
 
 
 class RMSNorm(nnx.Module):
-    """`ops.elementwise.rms_norm` with its weight."""
+    """`ops.elementwise.rms_norm` with its weight; ``axis`` is the name of the normalised axis."""
 
-    def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
-        self.weight = parameter(size)
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0, axis: str = "embed") -> None:
+        self.weight = parameter(((axis, size),))
         self.eps = eps
         self.offset = offset
 
@@ -108,23 +180,34 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], eps=self.eps, offset=self.offset)
 
 
-class Embed(nnx.Module):
-    """The token embedding [V, D], or an output head, which has the same layout."""
+class Embed(Weight):
+    """The token embedding [V, D], or an output head, which has the same layout.
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.weight = parameter(spec.vocab_size, spec.hidden_size)
+    Args:
+      spec: the sizes.
+      dtype: dtype of the vectors, a numpy name.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: str) -> None:
+        inputs, outputs = (("embed", spec.hidden_size),), (("vocab", spec.vocab_size),)
+        super().__init__(Matrix(inputs, outputs, outputs_first=True))
+        self.dtype = dtype
 
     def __call__(self, tokens: Int32[Array, " tokens"]) -> Hidden:
         """Returns the vectors [T, D] of tokens i32[T]."""
-        return self.weight[...][tokens]
+        return self.format.rows(tokens, self.leaves, dtype=self.dtype)
 
     def logits(self, x: Hidden) -> Float32[Array, "tokens vocab"]:
         """Returns the logits f32[T, V] of hidden states [T, D]."""
-        return jnp.einsum("td,vd->tv", x, self.weight[...], preferred_element_type=jnp.float32)
+        return self.format.matmul(x, self.leaves, outputs_first=True, dtype="float32")
 
 
 class Attention(nnx.Module):
     """Multi-head attention with grouped key-value heads over the paged cache.
+
+    The fused weight of queries, keys and values has the axes [D, K, G + 2, H]: for each key-value
+    head the G heads of its queries, its key, its value. So any number of key-value heads can be on
+    a device, with all that belongs to them.
 
     Args:
       spec: the sizes.
@@ -140,27 +223,33 @@ class Attention(nnx.Module):
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
-        qk_norm: Callable[[int, float], RMSNorm] | None = None,
+        qk_norm: Callable[..., RMSNorm] | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
     ) -> None:
-        queries = spec.num_heads * spec.head_dim
-        keys = spec.num_kv_heads * spec.head_dim
+        kv_heads, head_dim = ("kv_heads", spec.num_kv_heads), ("head_dim", spec.head_dim)
+        embed, group = ("embed", spec.hidden_size), spec.num_heads // spec.num_kv_heads
+        self.group = group
         self.head_dim = spec.head_dim
         self.scale = spec.head_dim**-0.5 if scale is None else scale
         self.soft_cap = soft_cap
-        self.sizes = (queries, keys, keys)
-        self.qkv = Linear(spec.hidden_size, {"q": queries, "k": keys, "v": keys}, bias=qkv_bias)
-        self.q_norm = qk_norm(spec.head_dim, spec.norm_eps) if qk_norm else None
-        self.k_norm = qk_norm(spec.head_dim, spec.norm_eps) if qk_norm else None
-        self.output = Linear(queries, spec.hidden_size, bias=output_bias)
+        self.qkv = Linear(
+            (embed,),
+            (kv_heads, ("qkv", group + 2), head_dim),
+            parts=Parts("qkv", (("q", group), ("k", 1), ("v", 1))),
+            bias=qkv_bias,
+        )
+        head = {"size": spec.head_dim, "eps": spec.norm_eps, "axis": "head_dim"}
+        self.q_norm = qk_norm(**head) if qk_norm else None
+        self.k_norm = qk_norm(**head) if qk_norm else None
+        self.output = Linear((kv_heads, ("group", group), head_dim), (embed,), bias=output_bias)
 
     def __call__(self, x: Hidden, kv: KVCache, step: LayerContext) -> tuple[Hidden, KVCache]:
         """Returns the output [T, D] for normalised ``x``, and the cache; see `Layer`."""
         num_tokens = x.shape[0]
-        q_end, k_end = self.sizes[0], self.sizes[0] + self.sizes[1]
-        q, k, v = jnp.split(self.qkv(x), (q_end, k_end), axis=-1)
-        q, k, v = (part.reshape(num_tokens, -1, self.head_dim) for part in (q, k, v))
+        qkv = self.qkv(x).reshape(num_tokens, -1, self.group + 2, self.head_dim)
+        q = qkv[:, :, : self.group].reshape(num_tokens, -1, self.head_dim)
+        k, v = qkv[:, :, self.group], qkv[:, :, self.group + 1]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
@@ -183,10 +272,11 @@ class GatedMLP(nnx.Module):
     def __init__(
         self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool = False
     ) -> None:
-        parts = {"gate": intermediate_size, "up": intermediate_size}
+        embed, mlp = ("embed", hidden_size), ("mlp", intermediate_size)
+        parts = Parts("gate_up", (("gate", 1), ("up", 1)))
         self.activation = activation
-        self.gate_up = Linear(hidden_size, parts, bias=bias)
-        self.down = Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_up = Linear((embed,), (("gate_up", 2), mlp), parts=parts, bias=bias)
+        self.down = Linear((mlp,), (embed,), bias=bias)
 
     def __call__(self, x: Hidden) -> Hidden:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)

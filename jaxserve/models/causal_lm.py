@@ -6,7 +6,7 @@ A family is a subclass in its own file, and a line in `registry.MODELS`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +16,23 @@ from jaxtyping import Array, Float32, Int32
 
 from jaxserve.checkpoint.gguf_config import GGUFNames
 from jaxserve.checkpoint.mapping import Rule
-from jaxserve.models.blocks import Embed, Hidden, Layer, LayerContext, RMSNorm
+from jaxserve.models.blocks import (
+    Embed,
+    Hidden,
+    Layer,
+    LayerContext,
+    RMSNorm,
+    store_weights_as,
+)
+from jaxserve.models.layout import Layout
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.attention import NO_WINDOW, AttentionBackend, AttentionMeta, KVCache
+from jaxserve.ops.linear import ArraySpec
 from jaxserve.ops.rope import cos_sin
-
-Loop = Literal["scan", "unroll"]
 
 
 class CausalLM(nnx.Module):
     """A token embedding, decoder layers, a norm and an output head.
-
-    With ``loop="scan"`` each parameter of the layers is one array [L, ...] and the compiled program
-    contains one layer. With ``"unroll"`` every layer has its own arrays and its own code.
 
     Class attributes of a family:
       LAYER: makes a layer, an nnx module, from the spec of the family.
@@ -54,17 +58,20 @@ class CausalLM(nnx.Module):
         """
         raise NotImplementedError(cls)
 
-    def __init__(self, spec: ModelSpec, *, loop: Loop) -> None:
-        """Builds the modules; their parameters have shapes and no values."""
+    def __init__(self, spec: ModelSpec, layout: Layout) -> None:
+        """Builds the modules; their parameters are declared, and have no values."""
         self.spec = spec
-        self.loop = loop
-        self.embed = Embed(spec)
-        if loop == "scan":
-            self.layers = _stacked(self.LAYER(spec), spec.num_layers)
+        self.loop = layout.loop
+        self.embed = Embed(spec, layout.dtype)
+        if layout.loop == "scan":
+            self.layers = self.LAYER(spec)
         else:
             self.layers = nnx.List([self.LAYER(spec) for _ in range(spec.num_layers)])
         self.norm = self.final_norm(spec)
-        self.head = None if spec.tied_head else Embed(spec)
+        self.head = None if spec.tied_head else Embed(spec, layout.dtype)
+        store_weights_as(self, layout.format)
+        if layout.loop == "scan":
+            self.layers = _stacked(cast(Layer, self.layers), spec.num_layers)
 
     def final_norm(self, spec: ModelSpec) -> RMSNorm:
         """Returns the norm between the layers and the head."""
@@ -150,10 +157,10 @@ class CausalLM(nnx.Module):
 
 
 def _stacked(layer: Layer, num_layers: int) -> Layer:
-    """Returns the layer with a leading axis of size L on every parameter."""
+    """Returns the layer with a leading axis "layers" of size L on every parameter."""
     graphdef, state = nnx.split(layer)
 
-    def stack(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_layers, *one.shape), one.dtype)
+    def stack(one: ArraySpec) -> ArraySpec:
+        return ArraySpec((("layers", num_layers), *one.axes), one.dtype)
 
     return nnx.merge(graphdef, jax.tree.map(stack, state))

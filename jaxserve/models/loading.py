@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,7 +14,9 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from jaxserve.checkpoint import mapping
-from jaxserve.models.causal_lm import CausalLM, Loop
+from jaxserve.models.blocks import Source
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.layout import Layout
 from jaxserve.models.registry import model_class
 from jaxserve.models.spec import ModelSpec
 
@@ -33,17 +36,19 @@ class TensorSource(Protocol):
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]: ...
 
 
-def build_model(spec: ModelSpec, *, loop: Loop) -> CausalLM:
-    """Returns a model whose parameters have shapes and no values."""
-    return model_class(spec.architecture)(spec, loop=loop)
+def build_model(spec: ModelSpec, layout: Layout) -> CausalLM:
+    """Returns a model whose parameters are declared, and have no values.
+
+    The value of each parameter is its `ArraySpec`, with the names of its axes.
+    """
+    return model_class(spec.architecture)(spec, layout)
 
 
 def load_params(
     checkpoint: TensorSource,
     spec: ModelSpec,
+    layout: Layout,
     *,
-    dtype: str,
-    loop: Loop,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Reads the weights of a model. ``nnx.merge`` makes the model from the two results.
@@ -51,31 +56,32 @@ def load_params(
     Checkpoints of the base model, whose names lack the prefix "model.", are accepted too. Tensors
     that do not belong to the model, such as the state of an optimizer, are skipped with a warning.
 
-    Peak memory is the weights, the tensor that is being read and, on a device with its own memory,
-    the parameter that is being copied to it.
+    Peak memory is the weights, the tensor that is being read, the weights of a layer that are being
+    encoded and, on a device with its own memory, the parameter that is being copied to it.
 
     Args:
       checkpoint: yields one tensor at a time.
       spec: the shape of the model.
-      dtype: dtype of the parameters, a numpy name.
-      loop: the layout of the layers, see `CausalLM`.
-      on_progress: called after each tensor with the bytes of parameters set so far and in total.
+      layout: the dtype, loop and format of the weights.
+      on_progress: called after each tensor with the bytes of parameters set so far and in total,
+        in the dtype of the layout.
 
     Raises:
       CheckpointError: a tensor of the model is unknown, duplicate or missing, or has the wrong
         shape.
       UnsupportedModelError: a tensor holds integers.
     """
-    model = build_model(spec, loop=loop)
-    targets = _targets(model)
+    model = build_model(spec, layout)
+    sources = _sources(model)
+    targets = {path: target for path, (target, _) in sources.items()}
     destinations = mapping.assign(model.RULES, targets, num_layers=spec.num_layers)
     full_names = _full_names(checkpoint.tensor_names, destinations)
     names = [full_names[name] for name in checkpoint.tensor_names]
     ignored = _ignored(model)
     ignored |= _foreign(names, model, known=ignored)
     mapping.check_names(names, destinations, ignored=ignored)
-    param_dtype = jnp.dtype(dtype)
-    total = sum(math.prod(target.shape) for target in targets.values()) * param_dtype.itemsize
+    dtype = jnp.dtype(layout.dtype)
+    total = sum(math.prod(target.shape) for target in targets.values()) * dtype.itemsize
     done = 0
     arrays: dict[tuple[str | int, ...], jax.Array] = {}
 
@@ -84,7 +90,7 @@ def load_params(
 
     # A generator would keep the previous tensor alive while it reads the next one.
     tensors = map(renamed, checkpoint.tensors())
-    filling = mapping.assemble(tensors, destinations, targets, dtype=param_dtype, ignored=ignored)
+    filling = mapping.assemble(tensors, destinations, targets, dtype=dtype, ignored=ignored)
     for placed in filling:
         done += placed.num_bytes
         if placed.complete is not None:
@@ -97,8 +103,9 @@ def load_params(
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Returns the name and shape of every tensor in a checkpoint of a model."""
-    model = build_model(spec, loop="unroll")
-    destinations = mapping.assign(model.RULES, _targets(model), num_layers=spec.num_layers)
+    model = build_model(spec, Layout("float32", "unroll"))
+    targets = {path: target for path, (target, _) in _sources(model).items()}
+    destinations = mapping.assign(model.RULES, targets, num_layers=spec.num_layers)
     return {
         name: destination.shape[::-1]
         if destination.transform is mapping.transpose
@@ -107,27 +114,42 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def abstract_params(
-    spec: ModelSpec, *, dtype: str, loop: Loop
-) -> tuple[nnx.GraphDef[CausalLM], Params]:
+def array_specs(spec: ModelSpec, layout: Layout) -> Params:
+    """Returns the parameters of `load_params` with an `ArraySpec` in place of each array.
+
+    Every dtype is set. The names of the axes say how a parameter may be cut across devices.
+    """
+    declared = nnx.to_pure_dict(nnx.state(build_model(spec, layout), nnx.Param))
+    return jax.tree.map(lambda one: replace(one, dtype=one.dtype or layout.dtype), declared)
+
+
+def abstract_params(spec: ModelSpec, layout: Layout) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Returns the results of `load_params` with a ShapeDtypeStruct in place of each array."""
-    model = build_model(spec, loop=loop)
-    shapes = {
-        _path(path): jax.ShapeDtypeStruct(target.shape, jnp.dtype(dtype))
-        for path, target in _targets(model).items()
-    }
-    return nnx.split(model)[0], traverse_util.unflatten_dict(shapes)
+    shapes = jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype)),
+        array_specs(spec, layout),
+    )
+    return nnx.split(build_model(spec, layout))[0], shapes
 
 
-def _targets(model: CausalLM) -> dict[str, mapping.Target]:
-    """Returns every parameter by path; ``*`` stands for the layer in stacked parameters."""
-    is_stacked = model.loop == "scan"
-    targets = {}
+def _sources(model: CausalLM) -> dict[str, tuple[mapping.Target, Source]]:
+    """Returns what to fill from a checkpoint for every parameter, by path.
+
+    ``*`` stands for the layer in stacked parameters.
+    """
+    is_stacked, num_layers = model.loop == "scan", model.spec.num_layers
+    sources = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        source: Source = param.source
+        path, shape = (*path[:-1], source.name), tuple(size for _, size in source.matrix.axes)
         if is_stacked and path[0] == "layers":
-            path = ("layers", "*", *path[1:])
-        targets[".".join(map(str, path))] = mapping.Target(param.shape, param.parts)
-    return targets
+            path, shape = ("layers", "*", *path[1:]), (num_layers, *shape)
+        target = mapping.Target(shape, source.matrix.num_rows)
+        if source.parts is not None:
+            axis = [name for name, _ in source.matrix.axes].index(source.parts.axis)
+            target = replace(target, parts=source.parts.sizes, parts_axis=axis)
+        sources[".".join(map(str, path))] = (target, source)
+    return sources
 
 
 def _path(target: str) -> tuple[str | int, ...]:

@@ -13,6 +13,7 @@ from jaxtyping import Float32
 
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.device import CPU
+from jaxserve.models.layout import Layout
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.ops import xla_attention
@@ -34,7 +35,7 @@ def logits_of(
     """
     checkpoint = open_checkpoint(str(path), names_of=gguf_names)
     spec = read_spec(checkpoint.config)
-    graphdef, params = load_params(checkpoint, spec, dtype=dtype, loop="unroll")
+    graphdef, params = load_params(checkpoint, spec, Layout(dtype, "unroll"))
     count = len(tokens)
     width = -(-count // BLOCK_SIZE)
     shape = (spec.num_layers, width + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)

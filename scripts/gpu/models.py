@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.device import Device
-from jaxserve.models.loading import build_model
+from jaxserve.models import loading
+from jaxserve.models.layout import Layout
 from jaxserve.models.registry import read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.attention import AttentionBackend, AttentionShape, KVCache, select
@@ -87,11 +88,8 @@ def abstract_params(spec: ModelSpec, dtype: str) -> tuple[Callable[[Any], Langua
 
     The layers are unrolled.
     """
-    graphdef, state = nnx.split(build_model(spec, loop="unroll"))
-    shapes = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(dtype)), nnx.to_pure_dict(state)
-    )
-    return lambda params: nnx.merge(graphdef, params), shapes
+    graphdef, shapes = loading.abstract_params(spec, Layout(dtype, "unroll"))
+    return functools.partial(nnx.merge, graphdef), shapes
 
 
 def random_params(shapes: Any, *, seed: int = 0) -> Any:

@@ -17,13 +17,13 @@ RULES = (
 NUM_LAYERS = 2
 PARTS = (("q", 4), ("k", 2))
 STACKED = {
-    "embed.weight": Target((5, 3)),
-    "layers.*.qkv.weight": Target((NUM_LAYERS, 3, 6), PARTS),
+    "embed.weight": Target((5, 3), 1),
+    "layers.*.qkv.weight": Target((NUM_LAYERS, 3, 6), 1, PARTS, parts_axis=1),
 }
 SEPARATE = {
-    "embed.weight": Target((5, 3)),
-    "layers.0.qkv.weight": Target((3, 6), PARTS),
-    "layers.1.qkv.weight": Target((3, 6), PARTS),
+    "embed.weight": Target((5, 3), 1),
+    "layers.0.qkv.weight": Target((3, 6), 1, PARTS, parts_axis=1),
+    "layers.1.qkv.weight": Target((3, 6), 1, PARTS, parts_axis=1),
 }
 NO_NAMES = frozenset()
 
@@ -61,6 +61,54 @@ def test_layers_may_be_separate(tensors):
     assert set(result) == set(SEPARATE)
     for layer in range(NUM_LAYERS):
         np.testing.assert_array_equal(result[f"layers.{layer}.qkv.weight"], fused(tensors, layer))
+
+
+HEADS = (("q", 2), ("k", 1))
+BY_HEAD = {
+    "embed.weight": Target((5, 3), 1),
+    "layers.*.qkv.weight": Target((NUM_LAYERS, 4, 2, 3, 2), 1, HEADS, parts_axis=2),
+    "layers.*.qkv.bias": Target((NUM_LAYERS, 2, 3, 2), 0, HEADS, parts_axis=1),
+}
+"""Four inputs, two key-value heads with two queries and a key each, two values in a head."""
+
+
+@pytest.fixture
+def heads(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Tensors for `BY_HEAD`. The matrices of the keys are square."""
+    shapes = {"embed": (5, 3)}
+    for layer in range(NUM_LAYERS):
+        for part, outputs in (("q", 8), ("k", 4)):
+            shapes[f"layers.{layer}.{part}.weight"] = (outputs, 4)
+            shapes[f"layers.{layer}.{part}.bias"] = (outputs,)
+    return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+
+
+def test_the_axes_of_a_matrix_may_be_split_and_parts_lie_along_any_axis(heads):
+    result = fill(heads, BY_HEAD)
+    for layer in range(NUM_LAYERS):
+        for part, where in (("q", slice(0, 2)), ("k", slice(2, 3))):
+            weight = result["layers.*.qkv.weight"][layer, :, :, where].reshape(4, -1)
+            want = heads[f"layers.{layer}.{part}.weight"].T.astype(np.float32)
+            np.testing.assert_array_equal(weight, want)
+            bias = result["layers.*.qkv.bias"][layer, :, where].reshape(-1)
+            np.testing.assert_array_equal(bias, heads[f"layers.{layer}.{part}.bias"].astype("f4"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("layers.0.q.weight", (4, 8), r"\(4, 8\) after transpose, got \(8, 4\)"),
+        ("layers.0.q.weight", (8, 2, 2), r"\(4, 8\) after transpose, got \(2, 2, 8\)"),
+        ("layers.1.k.bias", (2, 2), r"\(4,\), got \(2, 2\)"),
+        ("layers.1.k.bias", (4, 1), r"\(4,\), got \(4, 1\)"),
+    ],
+)
+def test_tensors_must_have_the_shape_of_the_checkpoint_even_if_the_axes_are_split(
+    heads, name, shape, expected
+):
+    heads[name] = np.zeros(shape)
+    with pytest.raises(CheckpointError, match=f"{name} must have the shape {expected}"):
+        fill(heads, BY_HEAD)
 
 
 def test_order_of_the_tensors_does_not_matter(tensors):

@@ -15,11 +15,12 @@ import pytest
 
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.checkpoint.orbax_cache import WeightsCache, entry_name
+from jaxserve.models.layout import Layout
 from jaxserve.models.loading import abstract_params, load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint, write_weights
 
-LAYOUT = {"dtype": "float32", "loop": "scan"}
+LAYOUT = Layout("float32", "scan")
 
 
 @pytest.fixture
@@ -35,20 +36,24 @@ def cache(tmp_path: Path) -> WeightsCache:
     return WeightsCache(tmp_path / "kept" / "here")
 
 
+def name_of(checkpoint, layout: Layout = LAYOUT) -> str:
+    return entry_name(checkpoint, dataclasses.asdict(layout))
+
+
 def convert(checkpoint, **layout: Any) -> Any:
     spec = read_spec(checkpoint.config)
-    return load_params(checkpoint, spec, **{**LAYOUT, **layout})[1]
+    return load_params(checkpoint, spec, dataclasses.replace(LAYOUT, **layout))[1]
 
 
 def restore(cache: WeightsCache, checkpoint, **layout: Any) -> Any:
-    layout = {**LAYOUT, **layout}
-    spec = read_spec(checkpoint.config)
-    return cache.restore(entry_name(checkpoint, **layout), abstract_params(spec, **layout)[1])
+    wanted = dataclasses.replace(LAYOUT, **layout)
+    like = abstract_params(read_spec(checkpoint.config), wanted)[1]
+    return cache.restore(name_of(checkpoint, wanted), like)
 
 
 def save_entry(cache: WeightsCache, checkpoint, **layout: Any) -> Path:
     """Saves converted weights in a cache and returns the folder of the entry."""
-    name = entry_name(checkpoint, **{**LAYOUT, **layout})
+    name = name_of(checkpoint, dataclasses.replace(LAYOUT, **layout))
     cache.save(name, convert(checkpoint, **layout))
     return cache._folder / name
 
@@ -76,8 +81,9 @@ def test_restores_weights_bit_by_bit(checkpoint, cache, caplog, dtype, loop) -> 
 def test_abstract_params_match_loaded_params(checkpoint) -> None:
     spec = read_spec(checkpoint.config)
     for loop in ("scan", "unroll"):
-        graphdef, like = abstract_params(spec, dtype="bfloat16", loop=loop)
-        loaded_def, loaded = load_params(checkpoint, spec, dtype="bfloat16", loop=loop)
+        layout = Layout("bfloat16", loop)
+        graphdef, like = abstract_params(spec, layout)
+        loaded_def, loaded = load_params(checkpoint, spec, layout)
         assert graphdef == loaded_def
         assert jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loaded) == like
 
@@ -85,35 +91,35 @@ def test_abstract_params_match_loaded_params(checkpoint) -> None:
 def test_entry_name_changes_with_everything_that_changes_the_weights(checkpoint) -> None:
     folder = checkpoint.path
     file = next(folder.glob("*.safetensors"))
-    names = [entry_name(checkpoint, **LAYOUT)]
-    assert entry_name(open_checkpoint(str(folder)), **LAYOUT) == names[0]
+    names = [name_of(checkpoint)]
+    assert name_of(open_checkpoint(str(folder))) == names[0]
     names += [
-        entry_name(checkpoint, dtype=d, loop=x)
-        for d, x in (("bfloat16", "scan"), ("float32", "unroll"))
+        name_of(checkpoint, Layout(*each))
+        for each in (("bfloat16", "scan"), ("float32", "unroll"), ("float32", "scan", "int8"))
     ]
     os.utime(file, ns=(1, file.stat().st_mtime_ns + 1))
-    names.append(entry_name(checkpoint, **LAYOUT))
+    names.append(name_of(checkpoint))
     with file.open("ab") as end:
         end.write(b"\0")
-    names.append(entry_name(checkpoint, **LAYOUT))
+    names.append(name_of(checkpoint))
     checkpoint.config["rope_theta"] = 123.0
-    names.append(entry_name(checkpoint, **LAYOUT))
+    names.append(name_of(checkpoint))
     file.rename(file.with_name("model-00001-of-00001.safetensors"))
-    names.append(entry_name(checkpoint, **LAYOUT))
-    assert len(set(names)) == len(names) == 7
+    names.append(name_of(checkpoint))
+    assert len(set(names)) == len(names) == 8
 
 
 def test_entry_name_of_a_gguf_file_depends_only_on_that_file(tmp_path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"1")
     gguf: Any = SimpleNamespace(path=file, config={"architectures": ["LlamaForCausalLM"]})
-    before = entry_name(gguf, **LAYOUT)
+    before = name_of(gguf)
     (tmp_path / "other.gguf").write_bytes(b"1")
-    assert entry_name(gguf, **LAYOUT) == before
+    assert name_of(gguf) == before
     file.write_bytes(b"22")
-    assert entry_name(gguf, **LAYOUT) != before
+    assert name_of(gguf) != before
     moved: Any = SimpleNamespace(path=tmp_path / "other.gguf", config=gguf.config)
-    assert entry_name(moved, **LAYOUT) != before
+    assert name_of(moved) != before
 
 
 def files_of(entry: Path) -> list[Path]:
@@ -168,13 +174,13 @@ def test_deletes_a_damaged_entry_and_saves_it_again(
 
 
 def test_does_not_restore_weights_of_other_shapes(checkpoint, cache, caplog) -> None:
-    name = entry_name(checkpoint, **LAYOUT)
+    name = name_of(checkpoint)
     cache.save(name, convert(checkpoint))
     other = dataclasses.replace(
         read_spec(checkpoint.config),
         vocab_size=read_spec(checkpoint.config).vocab_size + 1,
     )
-    assert cache.restore(name, abstract_params(other, **LAYOUT)[1]) is None
+    assert cache.restore(name, abstract_params(other, LAYOUT)[1]) is None
     assert "is damaged" in caplog.text
 
 
@@ -191,7 +197,7 @@ def test_never_restores_partial_entries_and_the_next_save_deletes_them(
 ) -> None:
     exited = subprocess.Popen([sys.executable, "-c", ""])
     exited.wait()
-    name = entry_name(checkpoint, **LAYOUT)
+    name = name_of(checkpoint)
     abandoned, in_progress = (
         cache._folder / f"{name}.{pid}.tmp" for pid in (exited.pid, os.getppid())
     )

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxserve.device import CPU
+from jaxserve.models.layout import Layout, Loop
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops import xla_attention
@@ -42,11 +43,12 @@ class PagedModel:
     `step` takes the new tokens of each request and returns the logits after each of them.
     """
 
-    def __init__(self, checkpoint: Any, config: Mapping[str, Any], *, loop: str, **options) -> None:
+    def __init__(
+        self, checkpoint: Any, config: Mapping[str, Any], *, loop: Loop, weights: str = "dense"
+    ) -> None:
         self.spec = read_spec(config)
-        graphdef, self.params = load_params(
-            checkpoint, self.spec, dtype="float32", loop=loop, **options
-        )
+        layout = Layout("float32", loop, weights)
+        graphdef, self.params = load_params(checkpoint, self.spec, layout)
         attention = xla_attention.backend(CPU)
 
         @functools.partial(jax.jit, donate_argnums=1)

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxserve.device import CPU
+from jaxserve.models.layout import Layout
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops import xla_attention
@@ -28,7 +29,7 @@ def lower(in_memory):
         config = tiny_config(num_hidden_layers=3)
         spec = read_spec(config)
         checkpoint = in_memory(random_tensors(config))
-        graphdef, params = load_params(checkpoint, spec, dtype=dtype, loop=loop)
+        graphdef, params = load_params(checkpoint, spec, Layout(dtype, loop))
         attention = xla_attention.backend(CPU)
 
         def step(params, kv, tokens, meta):

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models.loading import load_params
-from jaxserve.models.registry import read_spec
+from jaxserve.models.blocks import LayerContext
+from jaxserve.models.layout import Layout
+from jaxserve.models.loading import array_specs, load_params
+from jaxserve.models.registry import MODELS, read_spec
+from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 from jaxserve.testing.tiny import random_tensors, tiny_config
 
 
 def load(checkpoint, config, *, dtype="float32", loop="unroll", on_progress=None):
-    spec = read_spec(config)
-    return load_params(checkpoint, spec, dtype=dtype, loop=loop, on_progress=on_progress)[1]
+    layout = Layout(dtype, loop)
+    return load_params(checkpoint, read_spec(config), layout, on_progress=on_progress)[1]
 
 
 def test_parameters_are_laid_out_for_the_loop(in_memory):
@@ -26,7 +32,8 @@ def test_parameters_are_laid_out_for_the_loop(in_memory):
     stacked = load(in_memory(weights), config, loop="scan")
     for layer in (0, 1):
         prefix = f"model.layers.{layer}.self_attn"
-        want = np.concatenate([weights[f"{prefix}.{p}_proj.weight"].T for p in "qkv"], axis=1)
+        q, k, v = (weights[f"{prefix}.{p}_proj.weight"].T.reshape(64, 2, -1, 16) for p in "qkv")
+        want = np.concatenate((q, k, v), axis=2)  # for each key-value head: queries, key, value
         np.testing.assert_array_equal(separate["layers"][layer]["attention"]["qkv"]["weight"], want)
         fused = stacked["layers"]["attention"]["qkv"]["weight"]
         np.testing.assert_array_equal(fused[layer], want)
@@ -50,6 +57,81 @@ def test_parameters_have_the_requested_dtype_and_progress_adds_up(in_memory, dty
     assert seen[-1] == (total, total)
     assert seen == sorted(seen)
     assert len(seen) == len(random_tensors(config))
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_every_axis_has_a_name_and_the_size_of_its_array(in_memory, architecture, loop):
+    config = tiny_config(architecture)
+    params = load(in_memory(random_tensors(config)), config, dtype="bfloat16", loop=loop)
+    specs = array_specs(read_spec(config), Layout("bfloat16", loop))
+    declared = jax.tree.map(lambda one: (one.shape, one.dtype), specs)
+    assert jax.tree.map(lambda array: (array.shape, array.dtype.name), params) == declared
+    layers = specs["layers"] if loop == "scan" else specs["layers"][0]
+    stacked = ("layers",) if loop == "scan" else ()
+    attention, mlp = layers["attention"], layers["mlp"]
+    names = {
+        "qkv": attention["qkv"]["weight"].names,
+        "output": attention["output"]["weight"].names,
+        "gate_up": mlp["gate_up"]["weight"].names,
+        "down": mlp["down"]["weight"].names,
+    }
+    assert names == {
+        "qkv": (*stacked, "embed", "kv_heads", "qkv", "head_dim"),
+        "output": (*stacked, "kv_heads", "group", "head_dim", "embed"),
+        "gate_up": (*stacked, "embed", "gate_up", "mlp"),
+        "down": (*stacked, "mlp", "embed"),
+    }
+    assert specs["embed"]["weight"].names == ("vocab", "embed")
+    assert specs["norm"]["weight"].names == ("embed",)
+    if "q_norm" in attention:
+        assert attention["q_norm"]["weight"].names == (*stacked, "head_dim")
+
+
+@pytest.mark.parametrize("axis", ["kv_heads", "mlp"])
+def test_a_part_of_an_axis_computes_a_part_of_a_layer(in_memory, rng, axis):
+    """The parts of two devices, added, are the whole: attention by heads, the MLP by columns."""
+    config = tiny_config("Qwen2ForCausalLM")
+    layout = Layout("float32", "unroll")
+    spec = read_spec(config)
+    graphdef, params = load_params(in_memory(random_tensors(config)), spec, layout)
+    specs = array_specs(spec, layout)
+
+    def cut(array, one, half: int):
+        if axis not in one.names:
+            return array
+        where = one.names.index(axis)
+        return jnp.split(array, 2, axis=where)[half]
+
+    x = jnp.asarray(rng.standard_normal((5, 64), np.float32))
+    parts = [
+        nnx.merge(graphdef, jax.tree.map(functools.partial(cut, half=half), params, specs))
+        for half in (0, 1)
+    ]
+    whole, *halves = (
+        output(model.layers[0], x, axis) for model in [nnx.merge(graphdef, params), *parts]
+    )
+    np.testing.assert_allclose(sum(halves), whole, atol=1e-5)
+
+
+def output(layer, x, axis: str):
+    """Returns the output of the MLP, or of attention in which each token sees itself only."""
+    if axis == "mlp":
+        return layer.mlp(x)
+    group = layer.attention.group
+
+    def attend(q, kv, index, meta, **options):
+        return jnp.repeat(kv.v[0, 0], group, axis=1)
+
+    def write(kv, index, k, v, meta):
+        return KVCache(k[None, None], v[None, None])
+
+    backend = AttentionBackend("own", write=write, attend=attend)
+    cos = jnp.ones((len(x), 8))
+    none = np.zeros(2, np.int32)
+    meta = AttentionMeta(none, none, none[None, :1], none[:1], none)
+    step = LayerContext(meta, backend, 0, None, cos, jnp.zeros_like(cos))
+    return layer.attention(x, KVCache(x[None, None, None], x[None, None, None]), step)[0]
 
 
 def test_ignores_buffers_of_older_checkpoints(in_memory):

@@ -21,6 +21,7 @@ from jaxserve.checkpoint.gguf_file import ARRAY, SCALARS, STRING
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.checkpoint.safetensors import SafetensorsFile
 from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.models.layout import Layout
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
@@ -413,7 +414,7 @@ def test_sizes_larger_than_the_weights_take_no_memory(scratch, key) -> None:
         checkpoint = open_checkpoint(str(path), names_of=gguf_names)
         spec = read_spec(checkpoint.config)
         load_params(
-            checkpoint, spec, dtype="float32", loop="scan", on_progress=lambda done, total: None
+            checkpoint, spec, Layout("float32", "scan"), on_progress=lambda done, total: None
         )
 
     assert rejection(load) is not None

@@ -73,8 +73,9 @@ class CacheConfig:
     )
     kv_cache_memory_mib: int | None = setting(
         None,
-        "memory for the KV cache on each device in MiB (default: on a GPU all that --memory-fraction leaves; on a "
-        "CPU 768, or more if one request of full length needs it, up to half of the free memory)",
+        "memory for the KV cache on each device in MiB (default: on a GPU all that "
+        "--memory-fraction leaves; on a CPU 768, or more if one request of full length needs it, "
+        "up to half of the free memory)",
     )
     memory_fraction: float = setting(
         0.9, "fraction of the GPU's memory for weights and KV cache, greater than 0 and at most 1"
@@ -174,6 +175,11 @@ class CompileConfig:
         "auto",
         "scan compiles one layer and loops over it, unroll compiles all layers; auto scans on a "
         "CPU if all layers are alike, else it unrolls",
+    )
+    capture_collectives: bool = setting(
+        False,
+        "with tensor parallelism on GPUs, make the sums over devices part of the CUDA graph of a "
+        "step; compiles to one graph, but no device has shown yet that it runs",
     )
     warmup: bool = setting(True, "compile all bucket sizes before the first request")
     compilation_cache_dir: str = setting(

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, TypeVar
 from tqdm import tqdm
 
 from jaxserve.client.in_process import InProcessEngine
-from jaxserve.client.launcher import memory_settings
+from jaxserve.client.launcher import memory_settings, xla_flags
 from jaxserve.config import EngineConfig
 from jaxserve.engine.core import BuiltEngine
 from jaxserve.engine.process import load_factory
@@ -93,6 +93,7 @@ class LLM:
                 "data_parallel_size must be 1 for LLM, which runs one engine in this process; got "
                 f"{config.parallel.data_parallel_size}"
             )
+        os.environ.update(xla_flags(config.compile, os.environ))
         ask_for_memory(config, os.environ)
         files = ModelFiles.open(config.model)
         build = load_factory(factory)

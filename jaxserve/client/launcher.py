@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from jaxserve.config import CacheConfig
+from jaxserve.config import CacheConfig, CompileConfig
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.launch import Launch
 
@@ -29,6 +29,9 @@ ENVIRONMENT = {
 
 XLA_FLAGS: tuple[str, ...] = ()
 """Flags put before those of the front's ``XLA_FLAGS``, which take precedence."""
+
+CAPTURE_COLLECTIVES = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
+"""The flag of XLA that adds sums over devices to the operations that CUDA graphs may contain."""
 
 
 class EngineProcess:
@@ -122,15 +125,21 @@ def child_environment(
     Raises:
       ConfigError: there are fewer visible GPUs than the engines need.
     """
-    xla_flags = " ".join([*XLA_FLAGS, inherited.get("XLA_FLAGS", "")]).strip()
     return {
         **ENVIRONMENT,
         **memory_settings(launch.config.cache, inherited),
         **inherited,
-        **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
+        **xla_flags(launch.config.compile, inherited),
         **_visible_devices(launch, inherited),
         "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in module_path),
     }
+
+
+def xla_flags(config: CompileConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable with the flags of XLA, if there are any."""
+    capture = [CAPTURE_COLLECTIVES] if config.capture_collectives else []
+    flags = " ".join([*XLA_FLAGS, *capture, inherited.get("XLA_FLAGS", "")]).strip()
+    return {"XLA_FLAGS": flags} if flags else {}
 
 
 def memory_settings(cache: CacheConfig, inherited: Mapping[str, str]) -> dict[str, str]:

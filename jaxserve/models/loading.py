@@ -22,6 +22,9 @@ from jaxserve.models.spec import ModelSpec
 
 logger = logging.getLogger("jaxserve")
 
+ShardingOf = Callable[[tuple[str, ...]], jax.sharding.Sharding | None]
+"""Returns the devices of an array with these axis names; None: the default device of jax."""
+
 Params = dict[str, Any]
 """Nested dicts of device arrays; the keys are attributes and indices in a list of layers."""
 
@@ -34,6 +37,11 @@ class TensorSource(Protocol):
     def tensor_names(self) -> list[str]: ...
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]: ...
+
+
+def on_default_device(names: tuple[str, ...]) -> None:
+    """Leaves an array whole: the `ShardingOf` of one device."""
+    del names
 
 
 def build_model(spec: ModelSpec, layout: Layout) -> CausalLM:
@@ -49,6 +57,7 @@ def load_params(
     spec: ModelSpec,
     layout: Layout,
     *,
+    sharding: ShardingOf = on_default_device,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Reads the weights of a model. ``nnx.merge`` makes the model from the two results.
@@ -63,6 +72,7 @@ def load_params(
       checkpoint: yields one tensor at a time.
       spec: the shape of the model.
       layout: the dtype, loop and format of the weights.
+      sharding: the devices of each array. Each device receives only its part.
       on_progress: called after each tensor with the bytes of parameters set so far and in total,
         in the dtype of the layout.
 
@@ -83,6 +93,9 @@ def load_params(
     dtype = jnp.dtype(layout.dtype)
     total = sum(math.prod(target.shape) for target in targets.values()) * dtype.itemsize
     done = 0
+    shardings = traverse_util.flatten_dict(
+        jax.tree.map(lambda one: sharding(one.names), array_specs(spec, layout))
+    )
     arrays: dict[tuple[str | int, ...], jax.Array] = {}
 
     def renamed(named: tuple[str, np.ndarray]) -> tuple[str, np.ndarray]:
@@ -94,7 +107,8 @@ def load_params(
     for placed in filling:
         done += placed.num_bytes
         if placed.complete is not None:
-            arrays[_path(placed.target)] = jax.device_put(placed.complete)
+            path = _path(placed.target)
+            arrays[path] = jax.device_put(placed.complete, shardings[path])
         if on_progress is not None:
             on_progress(done, total)
     graphdef, _ = nnx.split(model)
@@ -123,10 +137,14 @@ def array_specs(spec: ModelSpec, layout: Layout) -> Params:
     return jax.tree.map(lambda one: replace(one, dtype=one.dtype or layout.dtype), declared)
 
 
-def abstract_params(spec: ModelSpec, layout: Layout) -> tuple[nnx.GraphDef[CausalLM], Params]:
+def abstract_params(
+    spec: ModelSpec, layout: Layout, *, sharding: ShardingOf = on_default_device
+) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Returns the results of `load_params` with a ShapeDtypeStruct in place of each array."""
     shapes = jax.tree.map(
-        lambda one: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype)),
+        lambda one: jax.ShapeDtypeStruct(
+            one.shape, jnp.dtype(one.dtype), sharding=sharding(one.names)
+        ),
         array_specs(spec, layout),
     )
     return nnx.split(build_model(spec, layout))[0], shapes

@@ -8,6 +8,10 @@ import numpy as np
 
 from jaxserve.device import Device
 from jaxserve.ops.attention import KVCache
+from jaxserve.runner.placement import ONE_DEVICE, Placement
+
+AXES = ("layers", "blocks", "block_size", "kv_heads", "head_dim")
+"""The names of the axes of a cache."""
 
 
 def cache_dtype(dtype: str, device: Device) -> str:
@@ -31,11 +35,13 @@ def allocate(
     num_kv_heads: int,
     head_dim: int,
     dtype: str,
+    placement: Placement = ONE_DEVICE,
 ) -> KVCache:
-    """Allocates a cache of zeros.
+    """Allocates a cache of zeros. Several devices share the key-value heads of every block.
 
     It waits for the device, so that a lack of memory is noticed here and not in the first step.
     """
     shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-    k, v = (jnp.zeros(shape, np.dtype(dtype)) for _ in range(2))
+    device = placement.sharding(AXES)
+    k, v = (jnp.zeros(shape, np.dtype(dtype), device=device) for _ in range(2))
     return jax.block_until_ready(KVCache(k, v))

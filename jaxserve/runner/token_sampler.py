@@ -78,12 +78,20 @@ class TokenSampler:
       vocab_size: V.
       logprobs_mode: which numbers are reported as log probabilities; see `LogprobsConfig`.
       log: receives the compilations.
+      sharding: the devices of logits and last tokens; None: the default device of jax.
     """
 
     def __init__(
-        self, *, num_rows: int, vocab_size: int, logprobs_mode: LogprobsMode, log: CompilationLog
+        self,
+        *,
+        num_rows: int,
+        vocab_size: int,
+        logprobs_mode: LogprobsMode,
+        log: CompilationLog,
+        sharding: jax.sharding.Sharding | None = None,
     ) -> None:
         self.num_rows = num_rows
+        self._sharding = sharding
         self._vocab_size = vocab_size
         self._sizes = sampler_sizes(num_rows)
         self._scores_processed = logprobs_mode.startswith("processed")
@@ -270,7 +278,7 @@ class TokenSampler:
         return self._sampled(self._no_logits(size), self._no_tokens(), inputs, needs)
 
     def _no_logits(self, num_rows: int) -> Logits:
-        return jnp.zeros((num_rows, self._vocab_size))
+        return jnp.zeros((num_rows, self._vocab_size), device=self._sharding)
 
     def _no_tokens(self) -> LastTokens:
-        return jnp.zeros(self.num_rows, jnp.int32)
+        return jnp.zeros(self.num_rows, jnp.int32, device=self._sharding)

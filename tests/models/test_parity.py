@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import CheckpointError
+from jaxserve.models.layout import Layout
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import MODELS, read_spec
 from jaxserve.ops.rope import LinearScaling
@@ -75,8 +76,8 @@ def test_the_language_model_of_a_gemma_3_with_images_equals_the_text_model(in_me
     tensors = random_tensors(config)
     renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     renamed["vision_tower.post_layernorm.bias"] = np.ones(16, np.float32)
-    _, text = load_params(in_memory(tensors), read_spec(config), dtype="float32", loop="scan")
-    _, same = load_params(in_memory(renamed), spec, dtype="float32", loop="scan")
+    _, text = load_params(in_memory(tensors), read_spec(config), Layout("float32", "scan"))
+    _, same = load_params(in_memory(renamed), spec, Layout("float32", "scan"))
     jax.tree.map(np.testing.assert_array_equal, text, same)
     assert "vision_tower.post_layernorm.bias" in caplog.text
 

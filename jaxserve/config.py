@@ -43,6 +43,11 @@ class ModelConfig:
         "dtype of weights and activations; auto is bfloat16 if the device computes in it natively, "
         "else float16 on a GPU and float32 on a CPU",
     )
+    quantization: str | None = setting(
+        None,
+        "format of the weights, made when they are loaded: dense, or int8 with a scale for each "
+        "output (default: dense)",
+    )
     max_model_len: int | None = setting(
         None,
         "largest number of tokens in a prompt and its completion (default: the model's context "

@@ -52,12 +52,14 @@ class StepCase:
     model: str
     num_tokens: int
     num_rows: int
+    weights: str = "dense"
 
     @property
     def name(self) -> str:
         """The name in the table."""
         kind = "decode" if self.num_tokens == self.num_rows else f"{self.num_tokens} tokens,"
-        return f"step {self.model} {kind} {self.num_rows} rows"
+        weights = "" if self.weights == "dense" else f"{self.weights} "
+        return f"step {self.model} {weights}{kind} {self.num_rows} rows"
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,12 @@ class StepReport:
 
 
 def step_cases() -> Iterator[StepCase]:
-    """Yields decode with and without split contexts, and a mixed step, for two models."""
+    """Yields decode with and without split contexts, a mixed step, and decode with int8 weights."""
     for model in ("smollm2-135m", "llama-3.1-8b"):
         yield StepCase(model, 8, 8)
         yield StepCase(model, MAX_NUM_SEQS, MAX_NUM_SEQS)
         yield StepCase(model, 8192, 8)
+    yield StepCase("llama-3.1-8b", 8, 8, weights="int8")
 
 
 def compile_step(
@@ -141,7 +144,7 @@ def compile_step(
       num_layers: layers of the model; None: all.
     """
     spec = spec_of(case.model, num_layers=num_layers)
-    bind, params = abstract_params(spec, DTYPE)
+    bind, params = abstract_params(spec, DTYPE, weights=case.weights)
     per_block = BLOCK_SIZE * bytes_per_token(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,

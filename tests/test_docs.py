@@ -15,7 +15,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Flags of scripts/lint and pytest, and files that docs/extending.md proposes.
 OTHER_FLAGS = {"--fix", "--help"}
-PROPOSED = {"example.py", "example_attention.py", "count.py"}
+PROPOSED = {"example.py", "example_attention.py", "float8.py", "count.py"}
 
 
 def file_name(path: Path) -> str:

@@ -25,6 +25,7 @@ from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionMeta, KVCache
+from jaxserve.ops.linear import FORMATS
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, FakeRunner
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
@@ -112,6 +113,28 @@ def test_model_computes_what_it_describes(
     hidden, _ = model(jnp.array([7, 0]), kv, meta, attention=backend)
     expected = example_logits(tensors, spec.num_layers, 7)
     assert_close(model.logits(hidden)[0], expected, num_tokens=1, config=config)
+
+
+@example_of("A weight format")
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_weight_format_stores_a_model_in_float8(example, monkeypatch, loop) -> None:
+    monkeypatch.setitem(FORMATS, "float8", "example:Float8")
+    config = tiny_config()
+    spec, weights = read_spec(config), InMemory(random_tensors(config))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 64)), jnp.float32)
+    found = []
+    for name in ("dense", "float8"):
+        graphdef, params = load_params(weights, spec, Layout("float32", loop, name))
+        model = nnx.merge(graphdef, params)
+        vectors = model.embed(jnp.array([1, 2, 500]))
+        found.append((np.asarray(vectors), np.asarray(model.logits(x))))
+        stored = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
+    assert stored == {"float8_e4m3fn", "float32"}
+    # A float of 8 bits has three bits after the first: it is rounded by a sixteenth at most.
+    (vectors, logits), (vectors8, logits8) = found
+    np.testing.assert_allclose(vectors8, vectors, rtol=1 / 16, atol=1e-3)
+    correlation = np.corrcoef(logits.ravel(), logits8.ravel())[0, 1]
+    assert 0.99 < correlation < 1
 
 
 @example_of("An attention backend")

@@ -50,7 +50,7 @@ class FolderCheckpoint:
             )
             raise UnsupportedModelError(
                 f"{path} is quantised with {method!s:.100}, which is not supported; use the "
-                "original checkpoint or a GGUF file"
+                "original checkpoint, perhaps with --quantization int8, or a GGUF file"
             )
         generation_config = path / "generation_config.json"
         self.generation_config = read_json(generation_config) if generation_config.exists() else {}

@@ -175,7 +175,7 @@ def assemble(
         missing[target].remove(name)
         value = _checked(name, tensor, destinations[name])  # before its parameter is allocated
         if target not in buffers:
-            buffers[target] = _empty(targets[target].shape, dtype)
+            buffers[target] = aligned(targets[target].shape, dtype)
         # Splitting axes makes a view, even of a transposed matrix.
         buffers[target][destinations[name].index] = value.reshape(destinations[name].place)
         num_bytes = value.size * dtype.itemsize
@@ -204,8 +204,8 @@ def _checked(name: str, tensor: np.ndarray, destination: Destination) -> np.ndar
     return value
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an array in aligned memory, which JAX on a CPU uses without a copy."""
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns an empty array in aligned memory, which JAX on a CPU uses without a copy."""
     alignment = 64
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + alignment, np.uint8)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxserve.checkpoint.checkpoint import Checkpoint
 from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
-from jaxserve.config import GIB, MIB, EngineConfig
+from jaxserve.config import GIB, MIB, EngineConfig, ModelConfig
 from jaxserve.core.plan import Sizes
 from jaxserve.device import Device
 from jaxserve.engine.core import BuiltEngine, assemble
@@ -27,6 +27,7 @@ from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionBackend
+from jaxserve.ops.linear import FORMATS
 from jaxserve.runner import kv_cache
 from jaxserve.runner.buckets import table_widths
 from jaxserve.runner.compilation_cache import keep_compiled_programs
@@ -59,18 +60,20 @@ def build(
     spec = read_spec(checkpoint.config)
     device = current_device(count=len(devices))
     dtype, dtype_decision = resolve_dtype(config.model, device)
-    placement = place(devices, array_specs(spec, Layout(dtype, "unroll")))
+    weight_format = _weight_format(config.model.quantization)
+    placement = place(devices, array_specs(spec, Layout(dtype, "unroll", weight_format)))
     cache_dtype = kv_cache.cache_dtype(dtype, device)
     shape = _attention_shape(config, spec, placement, dtype, cache_dtype)
     backend, backend_reason = attention.select(config.compile.attention_backend, device, shape)
     loop, loop_reason = _layer_loop(config.compile.layer_loop, spec, device, backend)
-    layout = Layout(dtype, loop, cut=placement.cut)
+    layout = Layout(dtype, loop, weight_format, placement.cut)
     decisions = [
         Decision("model", checkpoint.name, f"{spec.architecture} from {checkpoint.path}"),
         Decision("device", device.kind, f"the default of jax on {device.platform}"),
         dtype_decision or Decision("dtype", dtype, "as asked"),
         Decision("attention", backend.name, backend_reason),
         Decision("layers", loop, loop_reason),
+        _quantization_decision(config.model, spec, layout),
     ]
 
     phase = functools.partial(Phase, engine, on_progress=on_progress)
@@ -107,6 +110,20 @@ def build(
         decisions=[*decisions, *weights_decisions, *sizes.decisions, kept],
         compile_grammar=grammars.start,
     )
+
+
+def _weight_format(asked: str | None) -> str:
+    """Returns the name of the format of the weights. Raises ConfigError."""
+    if asked is not None and asked not in FORMATS:
+        raise ConfigError(f"--quantization must be one of {', '.join(FORMATS)}, got {asked!r:.100}")
+    return asked or "dense"
+
+
+def _quantization_decision(config: ModelConfig, spec: ModelSpec, layout: Layout) -> Decision:
+    shapes = jax.tree.leaves(abstract_params(spec, layout)[1])
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes) / MIB
+    why = "as asked" if config.quantization else "the default"
+    return Decision("quantization", layout.weights, f"{why}; {size:.1f} MiB of weights")
 
 
 def _attention_shape(

@@ -26,7 +26,7 @@ from jaxserve.ops.attention import (
     Window,
 )
 from jaxserve.ops.elementwise import ACTIVATIONS, rms_norm
-from jaxserve.ops.linear import DENSE, MODEL_AXIS, ArraySpec, Axes, Matrix, WeightFormat
+from jaxserve.ops.linear import MODEL_AXIS, ArraySpec, Axes, Dense, Matrix, WeightFormat
 from jaxserve.ops.rope import rotate
 
 Hidden = Float[Array, "tokens hidden"]
@@ -86,24 +86,24 @@ class Source:
       name: the attribute that the rules of a family name as the target.
       matrix: the axes of the parameter before it is encoded.
       parts: the parts of a fused parameter.
-      format: encodes the parameter.
+      format: makes the arrays; None: the parameter is one array.
     """
 
     name: str
     matrix: Matrix
     parts: Parts | None
-    format: WeightFormat
+    format: WeightFormat | None = None
 
 
 def parameter(axes: Axes, *, parts: Parts | None = None, name: str = "weight") -> nnx.Param:
-    """Returns a dense vector without values, to be loaded; its value is an `ArraySpec`.
+    """Returns a parameter to be loaded that has no format, such as a bias; it is an `ArraySpec`.
 
     Args:
-      axes: the logical axes. A checkpoint stores them as one.
+      axes: the logical axes. Checkpoints store a vector, with all of them as one.
       parts: for a fused parameter.
       name: the attribute that will hold the parameter.
     """
-    return nnx.Param(ArraySpec(axes), source=Source(name, Matrix((), axes), parts, DENSE))
+    return nnx.Param(ArraySpec(axes), source=Source(name, Matrix((), axes), parts))
 
 
 class Weight(nnx.Module):
@@ -120,7 +120,7 @@ class Weight(nnx.Module):
         self.matrix = matrix
         self.parts = parts
         self.cut: tuple[str, ...] = ()
-        self._declare(DENSE)
+        self._declare(Dense())
 
     def store_as(self, weight_format: WeightFormat) -> None:
         """Replaces the parameters of the weight by those of a format."""

@@ -107,11 +107,6 @@ def activation(config: Mapping[str, Any], key: str = "hidden_act", default: str 
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "an unnamed method")
-        raise UnsupportedModelError(
-            f"weights quantised with {method} are not supported; use a float checkpoint, or GGUF"
-        )
     for key in ("num_local_experts", "num_experts"):
         if config.get(key):
             raise UnsupportedModelError(

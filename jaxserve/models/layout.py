@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxserve.ops.linear import FORMATS, WeightFormat
+from jaxserve.ops.linear import WeightFormat, weight_format
 
 Loop = Literal["scan", "unroll"]
 
@@ -33,4 +33,4 @@ class Layout:
     @property
     def format(self) -> WeightFormat:
         """The format that `weights` names."""
-        return FORMATS[self.weights]
+        return weight_format(self.weights)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,13 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from jaxserve.checkpoint import mapping
+from jaxserve.errors import CheckpointError
 from jaxserve.models.blocks import Source
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.layout import Layout
 from jaxserve.models.registry import model_class
 from jaxserve.models.spec import ModelSpec
+from jaxserve.ops.linear import Dense
 
 logger = logging.getLogger("jaxserve")
 
@@ -82,8 +85,8 @@ def load_params(
       UnsupportedModelError: a tensor holds integers.
     """
     model = build_model(spec, layout)
-    sources = _sources(model)
-    targets = {path: target for path, (target, _) in sources.items()}
+    parameters = _parameters(model)
+    targets = {path: parameter.target for path, parameter in parameters.items()}
     destinations = mapping.assign(model.RULES, targets, num_layers=spec.num_layers)
     full_names = _full_names(checkpoint.tensor_names, destinations)
     names = [full_names[name] for name in checkpoint.tensor_names]
@@ -93,10 +96,8 @@ def load_params(
     dtype = jnp.dtype(layout.dtype)
     total = sum(math.prod(target.shape) for target in targets.values()) * dtype.itemsize
     done = 0
-    shardings = traverse_util.flatten_dict(
-        jax.tree.map(lambda one: sharding(one.names), array_specs(spec, layout))
-    )
-    arrays: dict[tuple[str | int, ...], jax.Array] = {}
+    shardings = jax.tree.map(lambda one: sharding(one.names), _declared(model, layout))
+    arrays = _Arrays(spec.num_layers, traverse_util.flatten_dict(shardings))
 
     def renamed(named: tuple[str, np.ndarray]) -> tuple[str, np.ndarray]:
         return full_names[named[0]], named[1]
@@ -107,18 +108,81 @@ def load_params(
     for placed in filling:
         done += placed.num_bytes
         if placed.complete is not None:
-            path = _path(placed.target)
-            arrays[path] = jax.device_put(placed.complete, shardings[path])
+            arrays.add(parameters[placed.target], placed.complete)
         if on_progress is not None:
             on_progress(done, total)
     graphdef, _ = nnx.split(model)
-    return graphdef, traverse_util.unflatten_dict(arrays)
+    return graphdef, arrays.tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """A parameter to fill.
+
+    Attributes:
+      target: its shape, for the mapping of tensors.
+      source: its axes and format.
+      module: path of its module in `Params`.
+      layer: its place in the arrays of the loop "scan", if it is a part of them.
+    """
+
+    target: mapping.Target
+    source: Source
+    module: tuple[str | int, ...]
+    layer: int | None = None
+
+
+class _Arrays:
+    """The arrays of a model, made from its parameters and moved to their devices."""
+
+    def __init__(self, num_layers: int, shardings: Mapping[tuple[str | int, ...], Any]) -> None:
+        self._num_layers = num_layers
+        self._shardings = shardings
+        self._complete: dict[tuple[str | int, ...], jax.Array] = {}
+        self._stacks: dict[tuple[str | int, ...], np.ndarray] = {}
+        self._counts: Counter[tuple[str | int, ...]] = Counter()
+
+    @property
+    def tree(self) -> Params:
+        """All arrays. Call it after the last parameter."""
+        assert not self._stacks, f"layers are missing in {list(self._stacks)}"
+        return traverse_util.unflatten_dict(self._complete)
+
+    def add(self, parameter: _Parameter, weight: np.ndarray) -> None:
+        """Encodes a parameter. Raises CheckpointError if its format cannot represent it."""
+        for name, array in _encode(parameter, weight).items():
+            path = (*parameter.module, name)
+            if parameter.layer is None:
+                self._complete[path] = jax.device_put(array, self._shardings[path])
+            else:
+                self._stack(path, parameter.layer, array)
+
+    def _stack(self, path: tuple[str | int, ...], layer: int, array: np.ndarray) -> None:
+        if path not in self._stacks:
+            shape = (self._num_layers, *array.shape)
+            self._stacks[path] = mapping.aligned(shape, array.dtype)
+        self._stacks[path][layer] = array
+        self._counts[path] += 1
+        if self._counts[path] == self._num_layers:
+            stack = self._stacks.pop(path)
+            self._complete[path] = jax.device_put(stack, self._shardings[path])
+
+
+def _encode(parameter: _Parameter, weight: np.ndarray) -> dict[str, np.ndarray]:
+    source = parameter.source
+    if source.format is None:
+        return {source.name: weight}
+    try:
+        return source.format.encode(weight, source.matrix)
+    except CheckpointError as error:
+        layer = "" if parameter.layer is None else f" of layer {parameter.layer}"
+        raise CheckpointError(f"{_name(*parameter.module)}{layer}: {error}") from error
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Returns the name and shape of every tensor in a checkpoint of a model."""
     model = build_model(spec, Layout("float32", "unroll"))
-    targets = {path: target for path, (target, _) in _sources(model).items()}
+    targets = {path: parameter.target for path, parameter in _parameters(model).items()}
     destinations = mapping.assign(model.RULES, targets, num_layers=spec.num_layers)
     return {
         name: destination.shape[::-1]
@@ -133,46 +197,59 @@ def array_specs(spec: ModelSpec, layout: Layout) -> Params:
 
     Every dtype is set. The names of the axes say how a parameter may be cut across devices.
     """
-    declared = nnx.to_pure_dict(nnx.state(build_model(spec, layout), nnx.Param))
-    return jax.tree.map(lambda one: replace(one, dtype=one.dtype or layout.dtype), declared)
+    return _declared(build_model(spec, layout), layout)
 
 
 def abstract_params(
     spec: ModelSpec, layout: Layout, *, sharding: ShardingOf = on_default_device
 ) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Returns the results of `load_params` with a ShapeDtypeStruct in place of each array."""
+    model = build_model(spec, layout)
     shapes = jax.tree.map(
         lambda one: jax.ShapeDtypeStruct(
             one.shape, jnp.dtype(one.dtype), sharding=sharding(one.names)
         ),
-        array_specs(spec, layout),
+        _declared(model, layout),
     )
-    return nnx.split(build_model(spec, layout))[0], shapes
+    return nnx.split(model)[0], shapes
 
 
-def _sources(model: CausalLM) -> dict[str, tuple[mapping.Target, Source]]:
-    """Returns what to fill from a checkpoint for every parameter, by path.
+def _declared(model: CausalLM, layout: Layout) -> Params:
+    declared = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return jax.tree.map(lambda one: replace(one, dtype=one.dtype or layout.dtype), declared)
 
-    ``*`` stands for the layer in stacked parameters.
+
+def _parameters(model: CausalLM) -> dict[str, _Parameter]:
+    """Returns every parameter by the path that rules name.
+
+    ``*`` stands for the layer in dense parameters of a loop. Encoded parameters of a loop are
+    filled layer by layer, so that few weights are in memory before they are encoded.
     """
-    is_stacked, num_layers = model.loop == "scan", model.spec.num_layers
-    sources = {}
+    num_layers = model.spec.num_layers
+    found = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         source: Source = param.source
-        path, shape = (*path[:-1], source.name), tuple(size for _, size in source.matrix.axes)
-        if is_stacked and path[0] == "layers":
-            path, shape = ("layers", "*", *path[1:]), (num_layers, *shape)
+        module = cast(tuple[str | int, ...], path[:-1])
+        shape = tuple(size for _, size in source.matrix.axes)
         target = mapping.Target(shape, source.matrix.num_rows)
         if source.parts is not None:
             axis = [name for name, _ in source.matrix.axes].index(source.parts.axis)
             target = replace(target, parts=source.parts.sizes, parts_axis=axis)
-        sources[".".join(map(str, path))] = (target, source)
-    return sources
+        if model.loop == "unroll" or path[0] != "layers":
+            found[_name(*module, source.name)] = _Parameter(target, source, module)
+        elif source.format is None or isinstance(source.format, Dense):
+            target = replace(target, shape=(num_layers, *shape))
+            name = _name("layers", "*", *module[1:], source.name)
+            found[name] = _Parameter(target, source, module)
+        else:
+            for layer in range(num_layers):
+                name = _name("layers", layer, *module[1:], source.name)
+                found[name] = _Parameter(target, source, module, layer)
+    return found
 
 
-def _path(target: str) -> tuple[str | int, ...]:
-    steps = [step for step in target.split(".") if step != "*"]
-    return tuple(int(step) if step.isdigit() else step for step in steps)
+def _name(*path: str | int) -> str:
+    return ".".join(map(str, path))
 
 
 def _full_names(

@@ -6,6 +6,7 @@ multiplies by them. `FORMATS` has one entry for each; `models.blocks` calls them
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Num
 
 Axes = tuple[tuple[str, int], ...]
 """The name and size of each axis of an array. Axes of one name are cut alike across devices."""
@@ -80,7 +81,7 @@ class Matrix:
 
 @runtime_checkable
 class WeightFormat(Protocol):
-    """A way to store weights and to multiply by them. An implementation has no state.
+    """A way to store weights and to multiply by them. All instances of an implementation are equal.
 
     Methods take the leaves of one layer, without the axis of `Layout.loop` "scan". Inside a program
     that is cut across devices, leaves and inputs are the parts of one device.
@@ -94,6 +95,9 @@ class WeightFormat(Protocol):
         """Returns the values of `leaves` for a weight with the axes ``matrix.axes``.
 
         Runs on the host. ``weight`` has the dtype of the model and may be one of the results.
+
+        Raises:
+          CheckpointError: the format cannot represent the values.
         """
         ...
 
@@ -122,6 +126,7 @@ class WeightFormat(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class Dense:
     """The weight itself, in the dtype of the model."""
 
@@ -143,12 +148,7 @@ class Dense:
     ) -> Float[Array, "tokens out"]:
         """See `WeightFormat`."""
         weight = as_matrix(leaves["weight"], x.shape[1], outputs_first=outputs_first)
-        return lax.dot_general(
-            x,
-            weight,
-            (((1,), (1 if outputs_first else 0,)), ((), ())),
-            preferred_element_type=jnp.dtype(dtype or x.dtype),
-        )
+        return product(x, weight, outputs_first=outputs_first, dtype=dtype or x.dtype)
 
     def rows(
         self, tokens: Int32[Array, " tokens"], leaves: Leaves, *, dtype: str
@@ -157,10 +157,29 @@ class Dense:
         return leaves["weight"][tokens]
 
 
-DENSE = Dense()
+FORMATS: dict[str, str] = {
+    "dense": "jaxserve.ops.linear:Dense",
+    "int8": "jaxserve.ops.int8:Int8",
+}
+"""The formats by name, the values of ``--quantization``; ``module:Class``, imported when used."""
 
-FORMATS: dict[str, WeightFormat] = {"dense": DENSE}
-"""The formats by name, the values of ``--quantization``."""
+
+def weight_format(name: str) -> WeightFormat:
+    """Returns a format of `FORMATS`. Raises KeyError."""
+    module, class_name = FORMATS[name].split(":")
+    return getattr(importlib.import_module(module), class_name)()
+
+
+def product(
+    x: Num[Array, "tokens in"],
+    weight: Num[Array, "a b"],
+    *,
+    outputs_first: bool,
+    dtype: str | jnp.dtype,
+) -> Num[Array, "tokens out"]:
+    """Returns ``x @ weight``, or ``x @ weight.T`` if outputs are first, in ``dtype``."""
+    contract = (((1,), (1 if outputs_first else 0,)), ((), ()))
+    return lax.dot_general(x, weight, contract, preferred_element_type=jnp.dtype(dtype))
 
 
 def as_matrix(array: Array, num_inputs: int, *, outputs_first: bool) -> Array:

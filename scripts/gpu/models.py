@@ -83,12 +83,14 @@ def backend_for(name: str, spec: ModelSpec, device: Device, dtype: str) -> Atten
     return select(name, device, shape)[0]
 
 
-def abstract_params(spec: ModelSpec, dtype: str) -> tuple[Callable[[Any], LanguageModel], Any]:
+def abstract_params(
+    spec: ModelSpec, dtype: str, *, weights: str = "dense"
+) -> tuple[Callable[[Any], LanguageModel], Any]:
     """Returns a function from parameters to the model, and the shapes of the parameters.
 
-    The layers are unrolled.
+    The layers are unrolled. ``weights`` is the format, see `Layout`.
     """
-    graphdef, shapes = loading.abstract_params(spec, Layout(dtype, "unroll"))
+    graphdef, shapes = loading.abstract_params(spec, Layout(dtype, "unroll", weights))
     return functools.partial(nnx.merge, graphdef), shapes
 
 

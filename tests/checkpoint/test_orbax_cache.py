@@ -68,8 +68,9 @@ def assert_same_bits(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
-def test_restores_weights_bit_by_bit(checkpoint, cache, caplog, dtype, loop) -> None:
-    layout = {"dtype": dtype, "loop": loop}
+@pytest.mark.parametrize("weights", ["dense", "int8"])
+def test_restores_weights_bit_by_bit(checkpoint, cache, caplog, dtype, loop, weights) -> None:
+    layout = {"dtype": dtype, "loop": loop, "weights": weights}
     assert restore(cache, checkpoint, **layout) is None
     entry = save_entry(cache, checkpoint, **layout)
     assert_same_bits(restore(cache, checkpoint, **layout), convert(checkpoint, **layout))

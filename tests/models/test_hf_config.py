@@ -60,7 +60,7 @@ def test_null_is_the_same_as_missing():
     keys = (
         *("head_dim", "num_key_value_heads", "rope_scaling", "rope_parameters", "rope_theta"),
         *("rms_norm_eps", "hidden_act", "partial_rotary_factor", "attention_bias", "mlp_bias"),
-        *("tie_word_embeddings", "quantization_config", "original_max_position_embeddings"),
+        *("tie_word_embeddings", "original_max_position_embeddings"),
     )
     for key in keys:
         assert spec(**{key: None}) == spec(), key
@@ -180,7 +180,6 @@ def test_reads_the_biases_and_norms_of_each_family():
     ("changes", "message"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*LlamaForCausalLM"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"num_local_experts": 8}, "num_local_experts is 8"),
         ({"hidden_act": "xielu"}, "'xielu'.*silu"),
         ({"rope_scaling": {"type": "longrope"}}, "'longrope'.*yarn"),

@@ -63,7 +63,8 @@ class LLM:
 
     Unless ``XLA_CLIENT_MEM_FRACTION`` is set, the constructor sets it to the fraction of the GPU's
     memory that ``memory_fraction`` needs. jax reads the variable once, when it is first used, so
-    create the `LLM` before that.
+    create the `LLM` before that. The same holds for ``capture_collectives``, which is a flag in
+    ``XLA_FLAGS``, and for a ``tensor_parallel_size`` of a CPU.
 
     Args:
       model: a value of the flag ``--model``; None for the default model.

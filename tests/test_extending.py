@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 
 import httpx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -8,6 +8,7 @@ The devices run the same program, which adds up their results twice in each laye
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -93,11 +94,11 @@ def specs(tree: Any) -> Any:
     return jax.tree.map(spec, tree)
 
 
-def place(devices: Sequence[jax.Device], arrays: Any) -> Placement:
+def place(devices: Sequence[Any], arrays: Any) -> Placement:
     """Decides how a model is cut across devices.
 
     Args:
-      devices: one device or several.
+      devices: one device of jax or several.
       arrays: the parameters of the model, a pytree with an `ArraySpec` for each array.
 
     Raises:
@@ -120,10 +121,15 @@ def place(devices: Sequence[jax.Device], arrays: Any) -> Placement:
     return Placement(Mesh(np.array(devices), (MODEL_AXIS,)), (*REQUIRED, *optional))
 
 
+def shape_on_each_device(array: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """Returns the shape of the part that each device has of an array."""
+    placed = array.sharding
+    return array.shape if placed is None else placed.shard_shape(array.shape)
+
+
 def bytes_on_each_device(tree: Any) -> int:
-    """Returns the bytes that the arrays of a pytree take on one of their devices."""
-    arrays: list[jax.Array] = jax.tree.leaves(tree)
+    """Returns the bytes that the arrays of a pytree take on each of their devices."""
     return sum(
-        array.dtype.itemsize * int(np.prod(array.sharding.shard_shape(array.shape)))
-        for array in arrays
+        math.prod(shape_on_each_device(array)) * array.dtype.itemsize
+        for array in jax.tree.leaves(tree)
     )

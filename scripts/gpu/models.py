@@ -16,6 +16,8 @@ from jaxserve.models.layout import Layout
 from jaxserve.models.registry import read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.attention import AttentionBackend, AttentionShape, KVCache, select
+from jaxserve.runner import kv_cache
+from jaxserve.runner.placement import ONE_DEVICE, Placement
 from jaxserve.runner.step import LanguageModel
 from jaxserve.testing.tiny import tiny_config
 
@@ -75,22 +77,24 @@ def spec_of(name: str, *, num_layers: int | None = None) -> ModelSpec:
     return read_spec(config)
 
 
-def backend_for(name: str, spec: ModelSpec, device: Device, dtype: str) -> AttentionBackend:
+def backend_for(
+    name: str, spec: ModelSpec, device: Device, dtype: str, *, num_devices: int = 1
+) -> AttentionBackend:
     """Returns an attention backend for a model whose cache has the dtype of its weights."""
-    shape = AttentionShape(
-        spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, dtype, dtype
-    )
+    heads, kv_heads = spec.num_heads // num_devices, spec.num_kv_heads // num_devices
+    shape = AttentionShape(heads, kv_heads, spec.head_dim, BLOCK_SIZE, dtype, dtype)
     return select(name, device, shape)[0]
 
 
 def abstract_params(
-    spec: ModelSpec, dtype: str, *, weights: str = "dense"
+    spec: ModelSpec, dtype: str, *, weights: str = "dense", placement: Placement = ONE_DEVICE
 ) -> tuple[Callable[[Any], LanguageModel], Any]:
     """Returns a function from parameters to the model, and the shapes of the parameters.
 
     The layers are unrolled. ``weights`` is the format, see `Layout`.
     """
-    graphdef, shapes = loading.abstract_params(spec, Layout(dtype, "unroll", weights))
+    layout = Layout(dtype, "unroll", weights, placement.cut)
+    graphdef, shapes = loading.abstract_params(spec, layout, sharding=placement.sharding)
     return functools.partial(nnx.merge, graphdef), shapes
 
 
@@ -101,10 +105,13 @@ def random_params(shapes: Any, *, seed: int = 0) -> Any:
     return jax.tree.unflatten(tree, [_random(*each) for each in zip(keys, leaves, strict=True)])
 
 
-def abstract_cache(spec: ModelSpec, *, num_blocks: int, dtype: str) -> KVCache:
+def abstract_cache(
+    spec: ModelSpec, *, num_blocks: int, dtype: str, placement: Placement = ONE_DEVICE
+) -> KVCache:
     """Returns a cache of shapes, without arrays."""
     shape = (spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-    array: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    sharding = placement.sharding(kv_cache.AXES)
+    array: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
     return KVCache(array, array)
 
 

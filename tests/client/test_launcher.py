@@ -5,11 +5,12 @@ import os
 import signal
 import sys
 
+import msgspec
 import pytest
 
 from jaxserve.client import launcher
 from jaxserve.client.launcher import EngineProcess, child_environment
-from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig
+from jaxserve.config import CompileConfig, EngineConfig, ModelConfig, ParallelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.launch import Launch
 from jaxserve.ipc.transport import SocketFolder
@@ -51,6 +52,16 @@ def test_variables_of_the_front_override_the_defaults(monkeypatch):
     assert env["TF_CPP_MIN_LOG_LEVEL"] == "0"
     # XLA takes the last of equal flags.
     assert env["XLA_FLAGS"] == "--xla_one=1 --xla_two=2 --xla_one=9"
+
+
+def test_sums_over_devices_are_captured_in_graphs_only_on_request():
+    flag = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
+    assert "XLA_FLAGS" not in child_environment(launch(), {}, [])
+    config = EngineConfig(compile=CompileConfig(capture_collectives=True))
+    asked = msgspec.structs.replace(launch(), config=config)
+    assert child_environment(asked, {}, [])["XLA_FLAGS"] == flag
+    env = child_environment(asked, {"XLA_FLAGS": "--xla_one=9"}, [])
+    assert env["XLA_FLAGS"] == f"{flag} --xla_one=9"
 
 
 def test_jax_gets_the_requested_memory_and_half_of_the_rest():

@@ -27,6 +27,8 @@ from jaxserve.models.registry import read_spec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionMeta, KVCache
 from jaxserve.ops.linear import FORMATS
+from jaxserve.parsing.events import ContentDelta, ToolCallArguments
+from jaxserve.parsing.registry import TOOL_PARSERS, tool_parser
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, FakeRunner
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
@@ -52,6 +54,16 @@ def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def example_of(section: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("example", [section], indirect=True)
+
+
+def test_the_table_states_the_lines_of_each_example() -> None:
+    sections = re.split(r"^## ", TEXT, flags=re.MULTILINE)
+    stated = dict(re.findall(r"^\| (an? [^|]+) \|.* (\d+) lines \|$", sections[0], re.MULTILINE))
+    counted = {}
+    for section in sections[1:]:
+        (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+        counted[section.splitlines()[0].replace("A", "a", 1)] = str(len(code.splitlines()))
+    assert stated == counted
 
 
 class InMemory:
@@ -207,3 +219,22 @@ async def test_endpoint_counts_tokens(
         reply = await client.post("/count", json={"text": "hello world"})
         assert reply.json() == {"tokens": 2}
         assert (await client.post("/count", json={"text": 5})).status_code == 400
+
+
+@example_of("A format of tool calls")
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+def test_format_of_tool_calls_reads_calls_between_content(example, monkeypatch, cut: int) -> None:
+    monkeypatch.setitem(TOOL_PARSERS, "example", "example:example")
+    parser = tool_parser("example", {"add": {}})
+    text = 'Sum: CALL add {"a": [1, "}"]}; and CALL home {"now": 1}; or CALL add {};'
+    events = [e for at in range(0, len(text), cut) for e in parser.push(text[at : at + cut])]
+    events += parser.finish()
+    content = "".join(event.text for event in events if isinstance(event, ContentDelta))
+    # White space before a call is dropped.
+    assert content == 'Sum: and CALL home {"now": 1}; or'
+    calls = [""] * parser.num_calls
+    for event in events:
+        if isinstance(event, ToolCallArguments):
+            calls[event.index] += event.text
+    assert calls == ['{"a": [1, "}"]}', "{}"]
+    assert parser.num_complete_calls == 2

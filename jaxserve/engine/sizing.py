@@ -47,7 +47,7 @@ def resolve_sizes(
       config: what the user asked for.
       device: ``free_bytes`` must be read after the weights are in place.
       context_length: the longest context that the model was trained for, in tokens.
-      bytes_per_token: bytes of the KV cache for one token over all layers.
+      bytes_per_token: bytes of the KV cache for one token over all layers, on each device.
 
     Raises:
       ConfigError: a size is not positive, or what the user asked for does not fit. The message
@@ -87,13 +87,14 @@ def resolve_sizes(
         why_len = "the model's own"
     else:
         why_len = f"reduced from the model's {context_length} to fit the KV cache"
+    on_each = " on each device" if config.parallel.tensor_parallel_size > 1 else ""
     full = (num_blocks - 1) // _blocks_for(max_model_len, cache.block_size)
     decisions = (
         Decision("context", f"{max_model_len} tokens", why_len),
         Decision(
             "KV cache",
             f"{num_blocks} blocks = {largest} tokens = {full} full-length requests",
-            f"{num_blocks * block_bytes / MIB:.0f} MiB, {why}",
+            f"{num_blocks * block_bytes / MIB:.0f} MiB{on_each}, {why}",
         ),
     )
     return Sizes(

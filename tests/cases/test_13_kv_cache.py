@@ -399,7 +399,9 @@ def test_js_208_windows_may_be_off_or_in_some_layers_only(
 
 def test_js_208_a_window_without_a_size_is_refused(tmp_path: Path) -> None:
     config = tiny_config("MistralForCausalLM", layer_types=[FULL, WINDOW])
-    folder = write_checkpoint(tmp_path / "x", {**config, "sliding_window": None})
+    config["sliding_window"] = None
+    tensors = random_tensors(tiny_config("MistralForCausalLM"))
+    folder = write_checkpoint(tmp_path / "x", config, tensors)
     with pytest.raises(CheckpointError, match="no sliding_window"):
         logits_of(folder, ids(131, 4))
 

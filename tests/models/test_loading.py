@@ -59,7 +59,10 @@ def test_parameters_have_the_requested_dtype_and_progress_adds_up(in_memory, dty
     assert len(seen) == len(random_tensors(config))
 
 
-@pytest.mark.parametrize("architecture", [name for name in MODELS if "CausalLM" in name])
+@pytest.mark.parametrize(
+    "architecture",
+    sorted(set(MODELS) - {"Gemma3ForConditionalGeneration"}),  # it is Gemma 3
+)
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
 def test_every_axis_has_a_name_and_the_size_of_its_array(in_memory, architecture, loop):
     config = tiny_config(architecture)

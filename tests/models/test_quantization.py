@@ -31,7 +31,9 @@ def rounded(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return result
 
 
-CASES = [*((name, "scan") for name in MODELS), ("LlamaForCausalLM", "unroll")]
+# The text model of Gemma 3 with images is Gemma 3, in another config.json.
+FAMILIES = sorted(set(MODELS) - {"Gemma3ForConditionalGeneration"})
+CASES = [*((name, "scan") for name in FAMILIES), ("LlamaForCausalLM", "unroll")]
 
 
 @pytest.mark.parametrize(("architecture", "loop"), CASES)

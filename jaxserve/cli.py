@@ -17,7 +17,8 @@ def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, 
     """Adds ``--field-name`` for each field of a dataclass that `config.setting` declares.
 
     A boolean becomes ``--x / --no-x``, and a Literal accepts its values. A tuple accepts several
-    values after the flag and can be repeated. Fields named in ``skip`` get no flag.
+    values after the flag and can be repeated. Fields named in ``skip`` get no flag. A flag also has
+    the alias of its setting.
     """
     types_of = typing.get_type_hints(group)
     heading = (group.__doc__ or "").splitlines()[0].removesuffix(".")
@@ -25,10 +26,9 @@ def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, 
     for field in dataclasses.fields(group):
         if field.name in skip:
             continue
-        alias = field.metadata["alias"]
+        names = ["--" + field.name.replace("_", "-"), field.metadata["alias"]]
         section.add_argument(
-            "--" + field.name.replace("_", "-"),
-            *([alias] if alias else []),
+            *filter(None, names),
             dest=field.name,
             # The action "extend" cannot append to a tuple.
             default=None if field.default == () else field.default,

@@ -79,8 +79,9 @@ class CacheConfig:
     )
     kv_cache_memory_mib: int | None = setting(
         None,
-        "memory for the KV cache in MiB (default: on a GPU all that --memory-fraction leaves; on a "
-        "CPU 768, or more if one request of full length needs it, up to half of the free memory)",
+        "memory for the KV cache on each device in MiB (default: on a GPU all that "
+        "--memory-fraction leaves; on a CPU 768, or more if one request of full length needs it, "
+        "up to half of the free memory)",
     )
     kv_cache_dtype: KVCacheDtype = setting(
         "auto",
@@ -163,9 +164,26 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The number of engines."""
+    """The number of engines, and the devices of each."""
 
     data_parallel_size: int = setting(1, "engine processes, each with a full copy of the model")
+    tensor_parallel_size: int = setting(
+        1,
+        "devices of each engine, which hold the model and the KV cache together: GPUs, or on a CPU "
+        "as many simulated devices",
+        alias="-tp",
+    )
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(
+                f"--tensor-parallel-size must be at least 1, got {self.tensor_parallel_size}"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of all engines."""
+        return self.data_parallel_size * self.tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +199,11 @@ class CompileConfig:
         "auto",
         "scan compiles one layer and loops over it, unroll compiles all layers; auto scans on a "
         "CPU if all layers are alike, else it unrolls",
+    )
+    capture_collectives: bool = setting(
+        False,
+        "with tensor parallelism on GPUs, make the sums over devices part of the CUDA graph of a "
+        "step; compiles to one graph, but no device has shown yet that it runs",
     )
     warmup: bool = setting(True, "compile all bucket sizes before the first request")
     compilation_cache_dir: str = setting(

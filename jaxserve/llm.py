@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from tqdm import tqdm
 
 from jaxserve.client.in_process import InProcessEngine
-from jaxserve.client.launcher import memory_settings
+from jaxserve.client.launcher import memory_settings, xla_flags
 from jaxserve.config import EngineConfig
 from jaxserve.engine.core import BuiltEngine
 from jaxserve.engine.process import load_factory
@@ -67,7 +67,8 @@ class LLM:
 
     Unless ``XLA_CLIENT_MEM_FRACTION`` is set, the constructor sets it to the fraction of the GPU's
     memory that ``memory_fraction`` needs. jax reads the variable once, when it is first used, so
-    create the `LLM` before that.
+    create the `LLM` before that. The same holds for ``capture_collectives``, which is a flag in
+    ``XLA_FLAGS``, and for a ``tensor_parallel_size`` of a CPU.
 
     Args:
       model: a value of the flag ``--model``; None for the default model.
@@ -105,6 +106,7 @@ class LLM:
                 "data_parallel_size must be 1 for LLM, which runs one engine in this process; got "
                 f"{config.parallel.data_parallel_size}"
             )
+        os.environ.update(xla_flags(config.compile, os.environ))
         ask_for_memory(config, os.environ)
         files = ModelFiles.open(config.model)
         build = load_factory(factory)

@@ -9,11 +9,13 @@ warp group (wgmma) and of a warp (mma), and asynchronous 16-byte loads.
 
 Each step of a model has one line: CUDA graphs that the host launches, operations inside and outside
 the graphs, kernels and the number of kernels that spill, bytes of the KV cache and last tokens,
-bytes of results written in place, bytes of other memory, copies of the size of a cache, and
-instructions that are recomputed to save memory.
+bytes of results written in place, bytes of other memory, copies of the size of a cache,
+instructions that are recomputed to save memory, and sums over devices. Bytes are those of each
+device. Sums over devices are captured in graphs, as with --capture-collectives.
 
 Exits with 1 if a case does not compile, spills, or copies an array that it should write in place,
-or if a step is not one CUDA graph or recomputes anything. Exits with 2 if the compiler is not
+if a step is not one CUDA graph or recomputes anything, or if a step of several devices has other
+sums than two for each layer and one for the embedding. Exits with 2 if the compiler is not
 installed: the wheels jax-cuda13-plugin and jax-cuda13-pjrt for the installed version of jax, and a
 ptxas for PTX 9.0 or newer, which counts the registers. The wheels need no CUDA driver or toolkit.
 """
@@ -36,6 +38,7 @@ from aot_cases import Case, cases
 from aot_dump import Report, dump_options, find_ptxas, read_dump
 from aot_steps import STEP_COLUMNS, STEP_HEADER, StepCase, compile_step, step_cases
 
+from jaxserve.client.launcher import CAPTURE_COLLECTIVES
 from pallas_kernels.testing import deviceless
 
 COLUMNS = "{:36s} {:22s} {:>14s} {:>5s} {:>4s} {:>5s} {:>6s} {:>6s} {:>5s} {:>4s} {:>5s}"
@@ -131,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The CUDA plugin is only the compiler here: it provides no device.
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["XLA_FLAGS"] = " ".join([CAPTURE_COLLECTIVES, os.environ.get("XLA_FLAGS", "")])
     print(f"jax {jax.__version__}, for {deviceless.DEVICE}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.dump or Path(scratch)

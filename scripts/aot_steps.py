@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from gpu.models import BLOCK_SIZE, abstract_cache, abstract_params, backend_for,
 
 from jaxserve.core.plan import StepPlan
 from jaxserve.device import Device
+from jaxserve.models.layout import Layout
+from jaxserve.models.loading import array_specs
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import NARROW_TABLE, Bucket
 from jaxserve.runner.jit import pack
 from jaxserve.runner.kv_cache import bytes_per_token
+from jaxserve.runner.placement import bytes_on_each_device, place, shape_on_each_device, specs
 from jaxserve.runner.step import StepState, make_step
 from pallas_kernels.testing import deviceless
 
@@ -29,7 +32,9 @@ MAX_NUM_SEQS = 256
 # free memory.
 CACHE_BYTES = 100 * 10**9
 
-STEP_COLUMNS = "{:58s} {:>6s} {:>7s} {:>7s} {:>8s} {:>5s} {:>13s} {:>13s} {:>11s} {:>6s} {:>5s}"
+STEP_COLUMNS = (
+    "{:58s} {:>6s} {:>7s} {:>7s} {:>8s} {:>5s} {:>13s} {:>13s} {:>11s} {:>6s} {:>5s} {:>4s}"
+)
 STEP_HEADER = (
     "step",
     "graphs",
@@ -42,6 +47,7 @@ STEP_HEADER = (
     "temp bytes",
     "copies",
     "again",
+    "sums",
 )
 
 
@@ -54,6 +60,7 @@ class StepCase:
     num_rows: int
     weights: str = "dense"
     cache_dtype: str = DTYPE
+    num_devices: int = 1
 
     @property
     def name(self) -> str:
@@ -61,7 +68,8 @@ class StepCase:
         kind = "decode" if self.num_tokens == self.num_rows else f"{self.num_tokens} tokens,"
         weights = "" if self.weights == "dense" else f" {self.weights} weights"
         cache = "" if self.cache_dtype == DTYPE else f" {self.cache_dtype} cache"
-        return f"step {self.model}{weights}{cache} {kind} {self.num_rows} rows"
+        devices = "" if self.num_devices == 1 else f" on {self.num_devices}"
+        return f"step {self.model}{weights}{cache}{devices} {kind} {self.num_rows} rows"
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class StepReport:
       temp_bytes: memory of the program besides arguments and results.
       copies: instructions that write an array of the size of a cache, not in place.
       recomputed: instructions that the compiler duplicates to save memory.
+      num_sums: sums over devices (all-reduces).
+      expected_sums: two for each layer and one for the embedding; 0 on one device.
     """
 
     num_graphs: int
@@ -91,6 +101,8 @@ class StepReport:
     temp_bytes: int
     copies: tuple[str, ...]
     recomputed: tuple[str, ...]
+    num_sums: int = 0
+    expected_sums: int = 0
 
     @property
     def problems(self) -> list[str]:
@@ -106,6 +118,8 @@ class StepReport:
             found.append(f"the cache is copied: {'; '.join(self.copies)}")
         if self.recomputed:
             found.append(f"recomputed: {', '.join(self.recomputed)}")
+        if self.num_sums != self.expected_sums:
+            found.append(f"{self.num_sums} sums over devices, expected {self.expected_sums}")
         return found
 
     def row(self, case: str) -> str:
@@ -121,6 +135,7 @@ class StepReport:
             self.temp_bytes,
             len(self.copies),
             len(self.recomputed),
+            self.num_sums,
         )
         return STEP_COLUMNS.format(case, *map(str, numbers))
 
@@ -128,8 +143,8 @@ class StepReport:
 def step_cases() -> Iterator[StepCase]:
     """Yields decode with and without split contexts, and a mixed step, for two models.
 
-    Then decode with int8 weights of the larger model, and decode and a mixed step with 8-bit caches
-    of the smaller one.
+    Then decode with int8 weights of the larger model, decode and a mixed step with 8-bit caches of
+    the smaller one, and decode and a mixed step of eight devices.
     """
     for model in ("smollm2-135m", "llama-3.1-8b"):
         yield StepCase(model, 8, 8)
@@ -139,6 +154,8 @@ def step_cases() -> Iterator[StepCase]:
     for dtype in ("int8", "float8_e4m3fn"):
         yield StepCase("smollm2-135m", MAX_NUM_SEQS, MAX_NUM_SEQS, cache_dtype=dtype)
         yield StepCase("smollm2-135m", 8192, 8, cache_dtype=dtype)
+    yield StepCase("llama-3.1-8b", 8, 8, num_devices=8)
+    yield StepCase("llama-3.1-8b", 8192, 8, num_devices=8)
 
 
 def compile_step(
@@ -153,15 +170,17 @@ def compile_step(
       num_layers: layers of the model; None: all.
     """
     spec = spec_of(case.model, num_layers=num_layers)
-    bind, params = abstract_params(spec, DTYPE, weights=case.weights)
+    declared = array_specs(spec, Layout(DTYPE, "unroll", case.weights))
+    placement = place(deviceless.h200s(case.num_devices), declared)
+    bind, params = abstract_params(spec, DTYPE, weights=case.weights, placement=placement)
     per_block = BLOCK_SIZE * bytes_per_token(
         num_layers=spec.cache_layout.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=case.cache_dtype,
     )
-    num_blocks = CACHE_BYTES // per_block
-    kv = abstract_cache(spec, num_blocks=num_blocks, dtype=case.cache_dtype)
+    num_blocks = CACHE_BYTES * case.num_devices // per_block
+    kv = abstract_cache(spec, num_blocks=num_blocks, dtype=case.cache_dtype, placement=placement)
     last_tokens: Any = jax.ShapeDtypeStruct((MAX_NUM_SEQS,), "int32")
     state = StepState(kv, last_tokens)
     batch = BatchBuilder(
@@ -171,17 +190,23 @@ def compile_step(
         block_size=BLOCK_SIZE,
         num_groups=len(spec.cache_layout.windows),
     )
-    backend = backend_for("pallas_triton", spec, DEVICE, DTYPE, cache_dtype=case.cache_dtype)
     bucket = Bucket(case.num_tokens, case.num_rows, NARROW_TABLE)
     inputs = batch.build(StepPlan(step_id=-1, scheduled=()), bucket)
-    program = deviceless.compile_for_h200(
-        make_step(bind, backend),
-        params,
-        state,
-        pack(inputs),
-        compiler_options=dump_options(folder),
+    backend = backend_for(
+        "pallas_triton",
+        spec,
+        DEVICE,
+        DTYPE,
+        cache_dtype=case.cache_dtype,
+        num_devices=case.num_devices,
     )
-    return report_of(program, state, folder, ptxas)
+    step = make_step(bind, backend, placement, param_specs=specs(params), state_specs=specs(state))
+    program = deviceless.compile_for_h200(
+        step, params, state, pack(inputs), compiler_options=dump_options(folder)
+    )
+    expected_sums = 2 * spec.num_layers + 1 if case.num_devices > 1 else 0
+    report = report_of(program, state, folder, ptxas)
+    return replace(report, expected_sums=expected_sums)
 
 
 def report_of(
@@ -198,11 +223,12 @@ def report_of(
         outside=launches.outside,
         num_kernels=len(codes),
         spilling=tuple(name for name, code in codes.items() if resources(code, ptxas)[1]),
-        state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        state_bytes=bytes_on_each_device(state),
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        copies=find_copies(text, state.kv.k.shape),
+        copies=find_copies(text, shape_on_each_device(state.kv.k)),
         recomputed=tuple(re.findall(r"^\s+%?(\S+\.remat\S*) = ", text, re.MULTILINE)),
+        num_sums=len(re.findall(r"^\s+.* = .* all-reduce(?:-start)?\(", text, re.MULTILINE)),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 
@@ -14,6 +15,9 @@ import jaxserve.testing.typecheck  # noqa: F401  (pyproject.toml names it; hooke
 from jaxserve.checkpoint.locate import find_in_package
 from jaxserve.errors import CheckpointError
 from jaxserve.testing.tiny import write_checkpoint
+
+NUM_DEVICES = 4
+"""The devices that jax simulates in the processes of the tests."""
 
 # The flags of a CPU for which `auto` chooses each dtype.
 CPU_FLAGS = {"float32": "fpu avx2", "bfloat16": "fpu avx2 avx512_bf16"}
@@ -43,6 +47,8 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Even where jax would find a GPU, and in the processes that the tests start.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # For tests of several devices. It does not affect the processes that the tests start.
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     hypothesis.settings.load_profile("same-everywhere")
 
 

@@ -1,8 +1,8 @@
-"""The limit of log probabilities."""
+"""Settings that are checked when they are made."""
 
 import pytest
 
-from jaxserve.config import LogprobsConfig
+from jaxserve.config import LogprobsConfig, ParallelConfig
 from jaxserve.errors import ConfigError
 
 
@@ -11,3 +11,8 @@ def test_max_logprobs_of_minus_1_allows_the_whole_vocabulary() -> None:
     assert limits == [300, 0, 20, 1000]
     with pytest.raises(ConfigError, match="--max-logprobs must be at least 0, or -1 .* got -2"):
         LogprobsConfig(max_logprobs=-2)
+
+
+def test_an_engine_has_at_least_one_device() -> None:
+    with pytest.raises(ConfigError, match="--tensor-parallel-size must be at least 1, got 0"):
+        ParallelConfig(tensor_parallel_size=0)

@@ -270,6 +270,14 @@ def test_sets_the_share_of_gpu_memory_for_jax(front_checkpoint: Path, monkeypatc
     assert os.environ[MEMORY] == "0.800"
 
 
+def test_sets_the_flag_that_captures_sums_over_devices(front_checkpoint: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one=9")
+    make(front_checkpoint).close()
+    assert os.environ["XLA_FLAGS"] == "--xla_one=9"
+    make(front_checkpoint, capture_collectives=True).close()
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_enable_command_buffer=+COLLECTIVES --xla_one=9"
+
+
 @pytest.mark.parametrize(
     ("environment", "has_gpu", "has_jax", "warns"),
     [

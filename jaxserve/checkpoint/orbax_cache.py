@@ -63,11 +63,12 @@ class WeightsCache:
         self._folder = folder
 
     def restore(self, name: str, like: Params) -> Params | None:
-        """Loads an entry to the default device of JAX; returns None if it is absent or damaged.
+        """Loads an entry to its devices; returns None if it is absent or damaged.
 
         Args:
           name: see `entry_name`.
-          like: the tree of parameters with a ShapeDtypeStruct for each array.
+          like: the tree of parameters with a ShapeDtypeStruct for each array. Arrays without a
+            sharding go to the default device of JAX.
         """
         entry = self._folder / name
         if not entry.exists():
@@ -111,10 +112,10 @@ def _write(path: Path, params: Params) -> None:
 
 
 def _read(path: Path, like: Params) -> Params:
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def on_device(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default)
 
     target = jax.tree.map(on_device, like)
     args = ocp.args.PyTreeRestore(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from jaxserve.config import CacheConfig
+from jaxserve.config import CacheConfig, CompileConfig
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.launch import Launch
 
@@ -29,6 +29,9 @@ ENVIRONMENT = {
 
 XLA_FLAGS: tuple[str, ...] = ()
 """Flags put before those of the front's ``XLA_FLAGS``, which take precedence."""
+
+CAPTURE_COLLECTIVES = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
+"""The flag of XLA that adds sums over devices to the operations that CUDA graphs may contain."""
 
 
 class EngineProcess:
@@ -47,7 +50,7 @@ class EngineProcess:
         """Starts the process.
 
         Raises:
-          ConfigError: there are fewer visible GPUs than engines.
+          ConfigError: there are fewer visible GPUs than the engines need.
         """
         self.engine = launch.engine
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -120,17 +123,23 @@ def child_environment(
     """Returns the environment of an engine: the front's own, its module path and our settings.
 
     Raises:
-      ConfigError: there are fewer visible GPUs than engines.
+      ConfigError: there are fewer visible GPUs than the engines need.
     """
-    xla_flags = " ".join([*XLA_FLAGS, inherited.get("XLA_FLAGS", "")]).strip()
     return {
         **ENVIRONMENT,
         **memory_settings(launch.config.cache, inherited),
         **inherited,
-        **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
-        **_visible_device(launch, inherited),
+        **xla_flags(launch.config.compile, inherited),
+        **_visible_devices(launch, inherited),
         "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in module_path),
     }
+
+
+def xla_flags(config: CompileConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable with the flags of XLA, if there are any."""
+    capture = [CAPTURE_COLLECTIVES] if config.capture_collectives else []
+    flags = " ".join([*XLA_FLAGS, *capture, inherited.get("XLA_FLAGS", "")]).strip()
+    return {"XLA_FLAGS": flags} if flags else {}
 
 
 def memory_settings(cache: CacheConfig, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -145,21 +154,22 @@ def memory_settings(cache: CacheConfig, inherited: Mapping[str, str]) -> dict[st
     return {"XLA_CLIENT_MEM_FRACTION": f"{cache.pool_fraction:.3f}"}
 
 
-def _visible_device(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables that show each of several engines its own GPU.
+def _visible_devices(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables that show an engine its own GPUs, if the engines use several.
 
-    Without them every engine would use the first GPU.
+    Without them every engine would use the first GPUs, and reserve memory on all.
     """
-    num_engines = launch.config.parallel.data_parallel_size
+    parallel = launch.config.parallel
     visible = inherited.get("CUDA_VISIBLE_DEVICES")
-    if num_engines == 1 or visible == "":
+    if parallel.num_devices == 1 or visible == "":
         return {}
-    if visible is None:
-        return {"CUDA_VISIBLE_DEVICES": str(launch.engine)}
-    devices = visible.split(",")
-    if len(devices) < num_engines:
+    devices = list(map(str, range(parallel.num_devices))) if visible is None else visible.split(",")
+    if len(devices) < parallel.num_devices:
         raise ConfigError(
-            f"--data-parallel-size {num_engines} needs as many GPUs, but CUDA_VISIBLE_DEVICES has "
-            f"{len(devices)}: {visible}"
+            f"--data-parallel-size {parallel.data_parallel_size} and --tensor-parallel-size "
+            f"{parallel.tensor_parallel_size} need {parallel.num_devices} GPUs, but "
+            f"CUDA_VISIBLE_DEVICES has {len(devices)}: {visible}"
         )
-    return {"CUDA_VISIBLE_DEVICES": devices[launch.engine].strip()}
+    first = launch.engine * parallel.tensor_parallel_size
+    own = devices[first : first + parallel.tensor_parallel_size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(device.strip() for device in own)}

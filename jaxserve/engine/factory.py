@@ -22,7 +22,7 @@ from jaxserve.engine.startup import Phase
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Decision, Progress
 from jaxserve.models.layout import Layout, Loop
-from jaxserve.models.loading import abstract_params, load_params
+from jaxserve.models.loading import abstract_params, array_specs, load_params
 from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
@@ -31,7 +31,8 @@ from jaxserve.ops.linear import FORMATS
 from jaxserve.runner import kv_cache
 from jaxserve.runner.buckets import table_widths
 from jaxserve.runner.compilation_cache import keep_compiled_programs
-from jaxserve.runner.device import current_device
+from jaxserve.runner.device import current_device, engine_devices
+from jaxserve.runner.placement import Placement, bytes_on_each_device, place
 from jaxserve.runner.runner import ModelRunner
 from jaxserve.sampling.declaration import Stage
 from jaxserve.sampling.registry import check_params, load_stages
@@ -59,16 +60,20 @@ def build(
       CheckpointError: the model is missing, damaged or not supported.
       ConfigError: a setting is impossible for this model on this device.
     """
-    # The cache of compiled programs must be set up before anything compiles.
+    # Both must be set up before jax is used.
+    devices = engine_devices(config.parallel.tensor_parallel_size)
     kept = keep_compiled_programs(config.compile.compilation_cache_dir)
     checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
     spec = read_spec(checkpoint.config)
-    device = current_device()
+    device = current_device(count=len(devices))
     dtype, dtype_decision = resolve_dtype(config.model, device)
+    weight_format = _weight_format(config.model.quantization)
+    placement = place(devices, array_specs(spec, Layout(dtype, "unroll", weight_format)))
     cache_dtype, cache_reason = kv_cache.cache_dtype(config.cache.kv_cache_dtype, dtype, device)
-    backend, backend_reason = _attention_backend(config, spec, device, dtype, cache_dtype)
+    shape = _attention_shape(config, spec, placement, dtype, cache_dtype)
+    backend, backend_reason = attention.select(config.compile.attention_backend, device, shape)
     loop, loop_reason = _layer_loop(config.compile.layer_loop, spec, device, backend)
-    layout = Layout(dtype, loop, _weight_format(config.model.quantization))
+    layout = Layout(dtype, loop, weight_format, placement.cut)
     decisions = [
         Decision("model", checkpoint.name, f"{spec.architecture} from {checkpoint.path}"),
         Decision("device", device.kind, f"the default of jax on {device.platform}"),
@@ -87,10 +92,12 @@ def build(
     phase = functools.partial(Phase, engine, on_progress=on_progress)
     with phase("load weights", "bytes") as loading:
         graphdef, params, weights_decisions = _load(
-            config.model.weights_cache, checkpoint, spec, layout, phase=loading
+            config.model.weights_cache, checkpoint, spec, layout, placement, phase=loading
         )
+    if placement.num_devices > 1:
+        weights_decisions.append(_cut_decision(params, placement))
     with phase("allocate KV cache", "bytes") as allocating:
-        sizes, kv = _allocate(config, spec, cache_dtype, allocating)
+        sizes, kv = _allocate(config, spec, cache_dtype, placement, allocating)
         backend.check_cache(kv)
     runner = ModelRunner(
         functools.partial(nnx.merge, graphdef),
@@ -102,6 +109,7 @@ def build(
         table_widths=table_widths(sizes.max_model_len, sizes.block_size),
         logprobs_mode=config.logprobs.logprobs_mode,
         stages=stages,
+        placement=placement,
     )
     if config.compile.warmup:
         with phase("compile", "programs") as compiling:
@@ -135,19 +143,29 @@ def _quantization_decision(config: ModelConfig, spec: ModelSpec, layout: Layout)
     return Decision("quantization", layout.weights, f"{why}; {size:.1f} MiB of weights")
 
 
-def _attention_backend(
-    config: EngineConfig, spec: ModelSpec, device: Device, dtype: str, cache_dtype: str
-) -> tuple[AttentionBackend, str]:
-    """Returns the attention backend, and why it was chosen."""
-    shape = attention.AttentionShape(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
+def _attention_shape(
+    config: EngineConfig, spec: ModelSpec, placement: Placement, dtype: str, cache_dtype: str
+) -> attention.AttentionShape:
+    """Returns the attention that each device computes."""
+    return attention.AttentionShape(
+        num_heads=spec.num_heads // placement.num_devices,
+        num_kv_heads=spec.num_kv_heads // placement.num_devices,
         head_dim=spec.head_dim,
         block_size=config.cache.block_size,
         dtype=dtype,
         cache_dtype=cache_dtype,
     )
-    return attention.select(config.compile.attention_backend, device, shape)
+
+
+def _cut_decision(params: Any, placement: Placement) -> Decision:
+    """Returns the decision about several devices."""
+    whole = sum(array.nbytes for array in jax.tree.leaves(params))
+    each = bytes_on_each_device(params)
+    return Decision(
+        "tensor parallel",
+        f"{placement.num_devices} devices",
+        f"as asked; each holds {each / MIB:.1f} of {whole / MIB:.1f} MiB of weights",
+    )
 
 
 def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
@@ -183,23 +201,31 @@ def _layer_loop(
 
 
 def _load(
-    cache: str, checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, *, phase: Phase
+    cache: str,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    layout: Layout,
+    placement: Placement,
+    *,
+    phase: Phase,
 ) -> tuple[Any, Any, list[Decision]]:
     """Returns the graph of the model, its weights, and decisions about the weights cache."""
+    sharding = placement.sharding
 
     def on_bytes(done: int, total: int) -> None:
         phase.update(done, total, f"{done / phase.seconds / 1e9:.2f} GB/s")
 
     def convert() -> tuple[Any, Any]:
-        return load_params(checkpoint, spec, layout, on_progress=on_bytes)
+        return load_params(checkpoint, spec, layout, sharding=sharding, on_progress=on_bytes)
 
     if not cache:
         return *convert(), []
     from jaxserve.checkpoint.orbax_cache import WeightsCache, entry_name  # slow to import
 
     weights_cache = WeightsCache(Path(cache).expanduser())
-    name = entry_name(checkpoint, dataclasses.asdict(layout))
-    graphdef, like = abstract_params(spec, layout)
+    # An entry holds whole arrays, for any number of devices.
+    name = entry_name(checkpoint, dataclasses.asdict(dataclasses.replace(layout, cut=())))
+    graphdef, like = abstract_params(spec, layout, sharding=sharding)
     params = weights_cache.restore(name, like)
     if params is not None:
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -212,22 +238,25 @@ def _load(
 
 
 def _allocate(
-    config: EngineConfig, spec: ModelSpec, dtype: str, phase: Phase
+    config: EngineConfig, spec: ModelSpec, dtype: str, placement: Placement, phase: Phase
 ) -> tuple[Sizes, kv_cache.KVCache]:
-    """Resolves the sizes and allocates the KV cache. The weights must be in place."""
+    """Resolves the sizes and allocates the KV cache. The weights must be in place.
+
+    All bytes are those of one device.
+    """
     # Reads the device again: the cache gets the memory that the weights have left. JAX reserved
     # `pool_fraction` of the GPU's memory as its pool. Weights and cache may take `memory_fraction`
     # of the GPU's memory, which is this part of the pool.
     pool_part = config.cache.memory_fraction / config.cache.pool_fraction
-    device = current_device(pool_part=pool_part)
-    layout = spec.cache_layout
+    count, layout = placement.num_devices, spec.cache_layout
+    device = current_device(count=count, pool_part=pool_part)
     shape = {
         "num_layers": layout.num_layers,
         "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "dtype": dtype,
     }
-    bytes_per_token = kv_cache.bytes_per_token(**shape)
+    bytes_per_token = kv_cache.bytes_per_token(**shape) // count
     sizes = resolve_sizes(
         config,
         device,
@@ -237,6 +266,11 @@ def _allocate(
     )
     total = bytes_per_token * sizes.block_size * sizes.num_blocks
     phase.update(0, total, f"{total / GIB:.2f} GiB in {dtype}")
-    kv = kv_cache.allocate(**shape, num_blocks=sizes.num_blocks, block_size=sizes.block_size)
+    kv = kv_cache.allocate(
+        **shape,
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        placement=placement,
+    )
     phase.update(total, total, f"{total / GIB:.2f} GiB in {dtype}")
     return sizes, kv

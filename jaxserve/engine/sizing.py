@@ -49,7 +49,7 @@ def resolve_sizes(
       config: what the user asked for.
       device: ``free_bytes`` must be read after the weights are in place.
       context_length: the longest context that the model was trained for, in tokens.
-      bytes_per_token: bytes of the KV cache for one token in one group of layers.
+      bytes_per_token: bytes of the KV cache for one token in one group of layers, on each device.
       windows: the window of each group of layers; see `CacheGroups`.
 
     Raises:
@@ -93,13 +93,14 @@ def resolve_sizes(
         why_len = f"reduced from the model's {context_length} to fit the KV cache"
     each = groups.most_blocks(max_model_len)
     positions = -(-max_model_len // cache.block_size) * cache.block_size
+    on_each = " on each device" if config.parallel.tensor_parallel_size > 1 else ""
     decisions = (
         Decision("context", f"{max_model_len} tokens", why_len),
         Decision(
             "KV cache",
             f"{num_blocks} blocks = {(num_blocks - 1) * positions // each} tokens = "
             f"{(num_blocks - 1) // each} full-length requests",
-            f"{num_blocks * block_bytes / MIB:.0f} MiB, {why}"
+            f"{num_blocks * block_bytes / MIB:.0f} MiB{on_each}, {why}"
             + (f"; {len(windows)} groups of layers" if len(windows) > 1 else ""),
         ),
     )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.spec import ModelSpec
@@ -25,7 +26,7 @@ from jaxserve.ops.attention import (
     Window,
 )
 from jaxserve.ops.elementwise import ACTIVATIONS, rms_norm
-from jaxserve.ops.linear import ArraySpec, Axes, Dense, Matrix, WeightFormat
+from jaxserve.ops.linear import MODEL_AXIS, ArraySpec, Axes, Dense, Matrix, WeightFormat
 from jaxserve.ops.rope import rotate
 
 Hidden = Float[Array, "tokens hidden"]
@@ -118,6 +119,7 @@ class Weight(nnx.Module):
     def __init__(self, matrix: Matrix, parts: Parts | None = None) -> None:
         self.matrix = matrix
         self.parts = parts
+        self.cut: tuple[str, ...] = ()
         self._declare(Dense())
 
     def store_as(self, weight_format: WeightFormat) -> None:
@@ -137,6 +139,10 @@ class Weight(nnx.Module):
         """The arrays of the weight."""
         return {name: getattr(self, name)[...] for name in self.format.leaves(self.matrix)}
 
+    def is_cut(self, axes: Axes) -> bool:
+        """Returns whether each device has only a part of one of these axes of the weight."""
+        return any(name in self.cut for name, _ in axes)
+
 
 def store_weights_as(module: nnx.Module, weight_format: WeightFormat) -> None:
     """Chooses the format of every weight in a module, before its values are loaded."""
@@ -145,11 +151,19 @@ def store_weights_as(module: nnx.Module, weight_format: WeightFormat) -> None:
             each.store_as(weight_format)
 
 
+def cut_weights(module: nnx.Module, cut: tuple[str, ...]) -> None:
+    """Tells every weight in a module which axes are cut across devices; see `Layout.cut`."""
+    for _, each in nnx.iter_modules(module):
+        if isinstance(each, Weight):
+            each.cut = cut
+
+
 class Linear(Weight):
     """``x @ weight + bias``, or several such layers fused into one.
 
     The weight has the axes of the inputs, then those of the outputs. Checkpoints store [out, in];
-    the transpose is twice as fast for few tokens on a CPU.
+    the transpose is twice as fast for few tokens on a CPU. If the inputs are cut across devices,
+    the product of each device is one term of the sum, and all devices get the sum.
 
     Args:
       inputs, outputs: the logical axes; ``x`` and the result have them as one, [T, I] and [T, O].
@@ -165,6 +179,8 @@ class Linear(Weight):
 
     def __call__(self, x: Float[Array, "tokens in"]) -> Float[Array, "tokens out"]:
         y = self.format.matmul(x, self.leaves)
+        if self.is_cut(self.matrix.inputs):
+            y = lax.psum(y, MODEL_AXIS)
         return y if self.bias is None else y + self.bias[...].reshape(-1)
 
 
@@ -183,6 +199,8 @@ class RMSNorm(nnx.Module):
 class Embed(Weight):
     """The token embedding [V, D], or an output head, which has the same layout.
 
+    If the vocabulary is cut across devices, each of them has the vectors of its tokens.
+
     Args:
       spec: the sizes.
       dtype: dtype of the vectors, a numpy name.
@@ -195,11 +213,20 @@ class Embed(Weight):
 
     def __call__(self, tokens: Int32[Array, " tokens"]) -> Hidden:
         """Returns the vectors [T, D] of tokens i32[T]."""
-        return self.format.rows(tokens, self.leaves, dtype=self.dtype)
+        if not self.is_cut(self.matrix.outputs):
+            return self.format.rows(tokens, self.leaves, dtype=self.dtype)
+        size = self.matrix.outputs[0][1] // lax.axis_size(MODEL_AXIS)
+        own = tokens - lax.axis_index(MODEL_AXIS) * size
+        is_own = (own >= 0) & (own < size)
+        x = self.format.rows(jnp.where(is_own, own, 0), self.leaves, dtype=self.dtype)
+        return lax.psum(jnp.where(is_own[:, None], x, 0), MODEL_AXIS)
 
     def logits(self, x: Hidden) -> Float32[Array, "tokens vocab"]:
         """Returns the logits f32[T, V] of hidden states [T, D]."""
-        return self.format.matmul(x, self.leaves, outputs_first=True, dtype="float32")
+        y = self.format.matmul(x, self.leaves, outputs_first=True, dtype="float32")
+        if self.is_cut(self.matrix.outputs):
+            y = lax.all_gather(y, MODEL_AXIS, axis=1, tiled=True)
+        return y
 
 
 class Attention(nnx.Module):

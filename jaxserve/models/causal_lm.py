@@ -22,6 +22,7 @@ from jaxserve.models.blocks import (
     Layer,
     LayerContext,
     RMSNorm,
+    cut_weights,
     store_weights_as,
 )
 from jaxserve.models.layout import Layout
@@ -70,6 +71,7 @@ class CausalLM(nnx.Module):
         self.norm = self.final_norm(spec)
         self.head = None if spec.tied_head else Embed(spec, layout.dtype)
         store_weights_as(self, layout.format)
+        cut_weights(self, layout.cut)
         if layout.loop == "scan":
             self.layers = _stacked(cast(Layer, self.layers), spec.num_layers)
 

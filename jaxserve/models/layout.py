@@ -12,7 +12,7 @@ Loop = Literal["scan", "unroll"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The dtype, loop and format of a model's weights.
+    """The dtype, loop, format and cut of a model's weights.
 
     Attributes:
       dtype: dtype of activations and of weights that are not quantised, a numpy name.
@@ -20,11 +20,15 @@ class Layout:
         contains one layer; with "unroll" every layer has its own arrays and its own code.
       weights: the format of the weights of linear layers and of the embedding, a key of
         `ops.linear.FORMATS`. Biases and norms are always dense.
+      cut: names of the axes that are cut across devices, along the axis `ops.linear.MODEL_AXIS` of
+        a mesh. The model then computes inside `jax.shard_map`: each device has its parts of these
+        axes, and the modules add up or gather what the devices compute.
     """
 
     dtype: str
     loop: Loop
     weights: str = "dense"
+    cut: tuple[str, ...] = ()
 
     @property
     def format(self) -> WeightFormat:

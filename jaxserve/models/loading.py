@@ -25,6 +25,9 @@ from jaxserve.ops.linear import Dense
 
 logger = logging.getLogger("jaxserve")
 
+ShardingOf = Callable[[tuple[str, ...]], jax.sharding.Sharding | None]
+"""Returns the devices of an array with these axis names; None: the default device of jax."""
+
 Params = dict[str, Any]
 """Nested dicts of device arrays; the keys are attributes and indices in a list of layers."""
 
@@ -37,6 +40,11 @@ class TensorSource(Protocol):
     def tensor_names(self) -> list[str]: ...
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]: ...
+
+
+def on_default_device(names: tuple[str, ...]) -> None:
+    """Leaves an array whole: the `ShardingOf` of one device."""
+    del names
 
 
 def build_model(spec: ModelSpec, layout: Layout) -> CausalLM:
@@ -52,6 +60,7 @@ def load_params(
     spec: ModelSpec,
     layout: Layout,
     *,
+    sharding: ShardingOf = on_default_device,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Reads the weights of a model. ``nnx.merge`` makes the model from the two results.
@@ -66,6 +75,7 @@ def load_params(
       checkpoint: yields one tensor at a time.
       spec: the shape of the model.
       layout: the dtype, loop and format of the weights.
+      sharding: the devices of each array. Each device receives only its part.
       on_progress: called after each tensor with the bytes of parameters set so far and in total,
         in the dtype of the layout.
 
@@ -86,7 +96,8 @@ def load_params(
     dtype = jnp.dtype(layout.dtype)
     total = sum(math.prod(target.shape) for target in targets.values()) * dtype.itemsize
     done = 0
-    arrays = _Arrays(spec.num_layers)
+    shardings = jax.tree.map(lambda one: sharding(one.names), _declared(model, layout))
+    arrays = _Arrays(spec.num_layers, traverse_util.flatten_dict(shardings))
 
     def renamed(named: tuple[str, np.ndarray]) -> tuple[str, np.ndarray]:
         return full_names[named[0]], named[1]
@@ -122,10 +133,11 @@ class _Parameter:
 
 
 class _Arrays:
-    """The arrays of a model, made from its parameters and moved to the device."""
+    """The arrays of a model, made from its parameters and moved to their devices."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, shardings: Mapping[tuple[str | int, ...], Any]) -> None:
         self._num_layers = num_layers
+        self._shardings = shardings
         self._complete: dict[tuple[str | int, ...], jax.Array] = {}
         self._stacks: dict[tuple[str | int, ...], np.ndarray] = {}
         self._counts: Counter[tuple[str | int, ...]] = Counter()
@@ -141,7 +153,7 @@ class _Arrays:
         for name, array in _encode(parameter, weight).items():
             path = (*parameter.module, name)
             if parameter.layer is None:
-                self._complete[path] = jax.device_put(array)
+                self._complete[path] = jax.device_put(array, self._shardings[path])
             else:
                 self._stack(path, parameter.layer, array)
 
@@ -152,7 +164,8 @@ class _Arrays:
         self._stacks[path][layer] = array
         self._counts[path] += 1
         if self._counts[path] == self._num_layers:
-            self._complete[path] = jax.device_put(self._stacks.pop(path))
+            stack = self._stacks.pop(path)
+            self._complete[path] = jax.device_put(stack, self._shardings[path])
 
 
 def _encode(parameter: _Parameter, weight: np.ndarray) -> dict[str, np.ndarray]:
@@ -187,11 +200,16 @@ def array_specs(spec: ModelSpec, layout: Layout) -> Params:
     return _declared(build_model(spec, layout), layout)
 
 
-def abstract_params(spec: ModelSpec, layout: Layout) -> tuple[nnx.GraphDef[CausalLM], Params]:
+def abstract_params(
+    spec: ModelSpec, layout: Layout, *, sharding: ShardingOf = on_default_device
+) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """Returns the results of `load_params` with a ShapeDtypeStruct in place of each array."""
     model = build_model(spec, layout)
     shapes = jax.tree.map(
-        lambda one: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype)), _declared(model, layout)
+        lambda one: jax.ShapeDtypeStruct(
+            one.shape, jnp.dtype(one.dtype), sharding=sharding(one.names)
+        ),
+        _declared(model, layout),
     )
     return nnx.split(model)[0], shapes
 

@@ -20,6 +20,9 @@ from jaxtyping import Array, Float, Int32, Num
 Axes = tuple[tuple[str, int], ...]
 """The name and size of each axis of an array. Axes of one name are cut alike across devices."""
 
+MODEL_AXIS = "model"
+"""The axis of a mesh of devices that a model is cut across."""
+
 Leaves = Mapping[str, Array]
 """The arrays that stand for a weight, by name."""
 

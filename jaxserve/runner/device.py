@@ -1,14 +1,17 @@
-"""Describes the device that this process computes on."""
+"""Finds and describes the devices that an engine computes on."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import psutil
 
 from jaxserve.device import Device
+from jaxserve.errors import ConfigError
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -16,20 +19,44 @@ FIRST_CAPABILITY_WITH_BF16 = (8, 0)
 """The compute capability of the first NVIDIA GPUs that compute in bfloat16: Ampere."""
 
 
-def current_device(*, pool_part: float = 1.0) -> Device:
-    """Returns the default device of jax.
+def engine_devices(count: int) -> list[Any]:
+    """Returns the devices of an engine, the first ``count`` that jax sees.
 
-    On a CPU, ``free_bytes`` is the available memory. On a GPU, jax reserves a pool of memory when
-    it starts, and ``free_bytes`` is the fraction ``pool_part`` (0 to 1) of the pool minus the bytes
-    in use.
+    If there is no GPU and jax has not been used in this process yet, the CPU is made to look like
+    ``count`` devices.
+
+    Raises:
+      ConfigError: jax sees fewer devices.
     """
-    device = jax.devices()[0]
+    if count > 1:
+        # Without effect if jax has been used, or where it finds GPUs.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices()
+    if len(devices) < count:
+        raise ConfigError(
+            f"--tensor-parallel-size {count} needs {count} devices, but jax sees {len(devices)}: "
+            f"{', '.join(map(str, devices))}"
+        )
+    return devices[:count]
+
+
+def current_device(*, count: int = 1, pool_part: float = 1.0) -> Device:
+    """Returns the facts about each of the first ``count`` devices of jax, which are alike.
+
+    ``free_bytes`` is that of the device with the least. On a CPU, it is a device's share of the
+    available memory. On a GPU, jax reserves a pool of memory when it starts, and ``free_bytes`` is
+    the fraction ``pool_part`` (0 to 1) of the pool minus the bytes in use.
+    """
+    devices = jax.devices()[:count]
+    device = devices[0]
     if device.platform == "cpu":
         name, flags = _cpu()
         has_native_bf16 = bool({"avx512_bf16", "amx_bf16"} & flags)
-        return Device("cpu", name, psutil.virtual_memory().available, has_native_bf16)
-    stats = device.memory_stats()
-    free = int(stats["bytes_limit"] * pool_part) - stats["bytes_in_use"]
+        free = psutil.virtual_memory().available // len(devices)
+        return Device("cpu", name, free, has_native_bf16)
+    stats = [each.memory_stats() for each in devices]
+    free = min(int(each["bytes_limit"] * pool_part) - each["bytes_in_use"] for each in stats)
     capability = _compute_capability(getattr(device, "compute_capability", ""))
     return Device(
         "gpu",

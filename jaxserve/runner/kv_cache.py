@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.device import Device
 from jaxserve.errors import ConfigError
 from jaxserve.ops.attention import KVCache
+from jaxserve.runner.placement import ONE_DEVICE, Placement
 from pallas_kernels.quantization import has_scales
 
 _DTYPES: dict[str, str] = {
@@ -22,6 +23,9 @@ _DTYPES: dict[str, str] = {
     "fp8_e4m3": "float8_e4m3fn",
 }
 """Values of ``--kv-cache-dtype`` -> names of numpy dtypes."""
+
+AXES = ("layers", "blocks", "block_size", "kv_heads", "head_dim")
+"""The names of the axes of a cache. The scales of a cache lack the last one."""
 
 
 def cache_dtype(asked: str, dtype: str, device: Device) -> tuple[str, str]:
@@ -66,12 +70,16 @@ def abstract(
     num_kv_heads: int,
     head_dim: int,
     dtype: str,
+    placement: Placement = ONE_DEVICE,
 ) -> KVCache:
     """Returns the shapes and dtypes of a cache, with scales if ``dtype`` needs them."""
     slots = (num_layers, num_blocks, block_size, num_kv_heads)
     held = "uint8" if dtype == "float8_e4m3fn" else dtype  # see `KVCache`
-    entries: Any = jax.ShapeDtypeStruct((*slots, head_dim), jnp.dtype(held))
-    scales: Any = jax.ShapeDtypeStruct(slots, jnp.float32) if has_scales(dtype) else None
+    sharding = placement.sharding(AXES)
+    entries: Any = jax.ShapeDtypeStruct((*slots, head_dim), jnp.dtype(held), sharding=sharding)
+    scales: Any = None
+    if has_scales(dtype):
+        scales = jax.ShapeDtypeStruct(slots, jnp.float32, sharding=placement.sharding(AXES[:-1]))
     return KVCache(entries, entries, scales, scales)
 
 
@@ -83,8 +91,9 @@ def allocate(
     num_kv_heads: int,
     head_dim: int,
     dtype: str,
+    placement: Placement = ONE_DEVICE,
 ) -> KVCache:
-    """Allocates a cache of zeros.
+    """Allocates a cache of zeros. Several devices share the key-value heads of every block.
 
     It waits for the device, so that a lack of memory is noticed here and not in the first step.
     """
@@ -95,5 +104,7 @@ def allocate(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
+        placement=placement,
     )
-    return jax.block_until_ready(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), cache)
+    return jax.block_until_ready(zeros)

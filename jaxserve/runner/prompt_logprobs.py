@@ -18,6 +18,7 @@ from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import StepPlan
 from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.runner.jit import CompilationLog, Program
+from jaxserve.runner.placement import ONE_DEVICE, WHOLE, Placement
 from jaxserve.runner.step import LanguageModel
 from jaxserve.sampling.logprobs import Logprobs, compute_logprobs, logprobs_size, to_message
 
@@ -34,6 +35,8 @@ class PromptScorer:
       logprobs_mode: see `LogprobsConfig`. Raw and processed are the same here, since prompt tokens
         are not sampled.
       log: receives the compilations.
+      placement: the devices that compute the logits together.
+      param_specs: `placement.specs` of the parameters.
     """
 
     def __init__(
@@ -43,8 +46,17 @@ class PromptScorer:
         *,
         logprobs_mode: LogprobsMode,
         log: CompilationLog,
+        placement: Placement = ONE_DEVICE,
+        param_specs: Any = WHOLE,
     ) -> None:
         self._vocab_size = vocab_size
+
+        def logits_of(params: Any, hidden: Float[Array, "chunk hidden"]) -> Array:
+            return bind(params).logits(hidden)
+
+        all_logits = placement.on_each_device(
+            logits_of, in_specs=(param_specs, WHOLE), out_specs=WHOLE
+        )
 
         @jax.jit
         def take_hidden_step(
@@ -61,7 +73,7 @@ class PromptScorer:
             k: int,
         ) -> Logprobs:
             as_logits = logprobs_mode.endswith("logits")
-            return compute_logprobs(bind(params).logits(hidden), targets, k, as_logits=as_logits)
+            return compute_logprobs(all_logits(params, hidden), targets, k, as_logits=as_logits)
 
         self._take = Program("gathering hidden states", take_hidden_step, log)
         self._score = Program("log probabilities of prompts", score_prompt_step, log)

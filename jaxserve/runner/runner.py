@@ -19,6 +19,7 @@ from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import Bucket, Buckets
 from jaxserve.runner.declared_stages import DeclaredStages
 from jaxserve.runner.jit import CompilationLog, Program, pack
+from jaxserve.runner.placement import ONE_DEVICE, Placement, specs
 from jaxserve.runner.pooling import PooledVectors, Pooler
 from jaxserve.runner.prompt_logprobs import PromptScorer, PromptScores
 from jaxserve.runner.step import Forward, LanguageModel, StepState, make_step
@@ -43,6 +44,8 @@ class ModelRunner:
       table_widths: the widths of block tables to compile for; see `Buckets`.
       logprobs_mode: see `LogprobsConfig`.
       stages: the declared stages of the sampler.
+      placement: the devices of ``params`` and ``kv``. The sampler runs on all of them alike, since
+        each has all logits and last tokens.
     """
 
     def __init__(
@@ -57,12 +60,17 @@ class ModelRunner:
         table_widths: tuple[int, ...],
         logprobs_mode: LogprobsMode = "raw_logprobs",
         stages: Sequence[Stage] = (),
+        placement: Placement = ONE_DEVICE,
     ) -> None:
         rows = sizes.max_num_seqs
         self._log = CompilationLog()
         self._params = params
-        self._state = StepState(kv, jnp.zeros(rows, jnp.int32))
-        self._step = Program("step", make_step(bind, attention), self._log)
+        self._state = StepState(kv, jnp.zeros(rows, jnp.int32, device=placement.sharding()))
+        param_specs = specs(params)
+        step = make_step(
+            bind, attention, placement, param_specs=param_specs, state_specs=specs(self._state)
+        )
+        self._step = Program("step", step, self._log)
         self._sampler = TokenSampler(
             num_rows=rows,
             vocab_size=vocab_size,
@@ -71,8 +79,16 @@ class ModelRunner:
             stages=DeclaredStages(
                 stages, num_rows=rows, max_model_len=sizes.max_model_len, log=self._log
             ),
+            sharding=placement.sharding(),
         )
-        self._scorer = PromptScorer(bind, vocab_size, logprobs_mode=logprobs_mode, log=self._log)
+        self._scorer = PromptScorer(
+            bind,
+            vocab_size,
+            logprobs_mode=logprobs_mode,
+            log=self._log,
+            placement=placement,
+            param_specs=param_specs,
+        )
         self._pooler = Pooler(bind, log=self._log)
         self._block_size = sizes.block_size
         self.buckets = Buckets(

@@ -7,7 +7,6 @@ programs that contain the model, which are slow to compile.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from jaxserve.arrays import Leaf
 from jaxserve.ops.attention import AttentionBackend, KVCache, StepMeta
 from jaxserve.runner.batch import StepInputs
 from jaxserve.runner.jit import Packed
+from jaxserve.runner.placement import ONE_DEVICE, WHOLE, Placement
 from jaxserve.sampling.vocabulary import argmax
 
 
@@ -86,7 +86,14 @@ COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 StepFn = Callable[[Any, StepState, Packed], tuple[StepState, Forward]]
 
 
-def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend) -> StepFn:
+def make_step(
+    bind: Callable[[Any], LanguageModel],
+    attention: AttentionBackend,
+    placement: Placement = ONE_DEVICE,
+    *,
+    param_specs: Any = WHOLE,
+    state_specs: Any = WHOLE,
+) -> StepFn:
     """Returns the jitted step, ``(params, state, packed StepInputs) -> (state, Forward)``.
 
     The step donates its state argument.
@@ -94,9 +101,10 @@ def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend)
     Args:
       bind: makes the model from its parameters; called while tracing.
       attention: the attention backend.
+      placement: the devices that run the step together.
+      param_specs, state_specs: `placement.specs` of the parameters and the state.
     """
 
-    @functools.partial(jax.jit, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
     def step(params: Any, state: StepState, packed: Packed) -> tuple[StepState, Forward]:
         inputs: StepInputs = packed.unpack()
         is_known = inputs.fed_from_row < 0
@@ -108,4 +116,9 @@ def make_step(bind: Callable[[Any], LanguageModel], attention: AttentionBackend)
         last_tokens = state.last_tokens.at[inputs.kept_in_row].set(most_likely, mode="drop")
         return StepState(kv, last_tokens), Forward(hidden, logits, most_likely)
 
-    return step
+    placed = placement.on_each_device(
+        step,
+        in_specs=(param_specs, state_specs, WHOLE),
+        out_specs=(state_specs, WHOLE),
+    )
+    return jax.jit(placed, donate_argnums=1, compiler_options=COMPILER_OPTIONS)

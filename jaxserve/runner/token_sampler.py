@@ -89,6 +89,7 @@ class TokenSampler:
       logprobs_mode: which numbers are reported as log probabilities; see `LogprobsConfig`.
       log: receives the compilations.
       stages: the declared stages; None: there are none.
+      sharding: the devices of logits and last tokens; None: the default device of jax.
     """
 
     def __init__(
@@ -99,8 +100,10 @@ class TokenSampler:
         logprobs_mode: LogprobsMode,
         log: CompilationLog,
         stages: DeclaredStages | None = None,
+        sharding: jax.sharding.Sharding | None = None,
     ) -> None:
         self.num_rows = num_rows
+        self._sharding = sharding
         self._vocab_size = vocab_size
         self._sizes = sampler_sizes(num_rows)
         self._scores_processed = logprobs_mode.startswith("processed")
@@ -317,7 +320,7 @@ class TokenSampler:
         return self._batch.build(NO_REQUESTS, SamplingNeeds(**needs), num_rows)
 
     def _no_logits(self, num_rows: int) -> Logits:
-        return jnp.zeros((num_rows, self._vocab_size))
+        return jnp.zeros((num_rows, self._vocab_size), device=self._sharding)
 
     def _no_tokens(self) -> LastTokens:
-        return jnp.zeros(self.num_rows, jnp.int32)
+        return jnp.zeros(self.num_rows, jnp.int32, device=self._sharding)

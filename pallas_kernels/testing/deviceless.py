@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import (
     AbstractDevice,
     AbstractMesh,
+    Mesh,
     NamedSharding,
     PartitionSpec,
     use_abstract_mesh,
@@ -62,25 +64,37 @@ def is_available() -> bool:
     return importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
+def h200s(count: int) -> list[Any]:
+    """Returns the devices of a machine with so many H200s, for the shardings of arguments."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_TARGET, topology=f"1x1x{count}"
+    )
+    return list(topology.devices)
+
+
 def compile_for_h200(
     jitted: jax.stages.Wrapped, *args: Any, compiler_options: Mapping[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compiles a jitted function for one H200.
+    """Compiles a jitted function for one H200, or for those on which its arguments are.
 
     Args:
       jitted: a function that `jax.jit` returned.
-      args: pytrees whose leaves have a shape and a dtype, for example `jax.ShapeDtypeStruct`.
+      args: pytrees whose leaves have a shape and a dtype, for example `jax.ShapeDtypeStruct`. Those
+        without a sharding are on every device as a whole.
       compiler_options: debug options of XLA by name.
 
     Returns:
       The program. `as_text` and `memory_analysis` work; a call does not.
     """
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_TARGET, topology="1x1x1"
-    )
-    mesh = topologies.make_mesh(topology, (1,), ("device",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
+    given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    mesh = next((s.mesh for s in given if s is not None), Mesh(np.array(h200s(1)), ("device",)))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None) or whole
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    placed = jax.tree.map(place, args)
     with _abstract_h200():
         return jitted.lower(*placed).compile(dict(compiler_options or {}))
 

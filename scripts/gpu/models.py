@@ -17,6 +17,7 @@ from jaxserve.models.registry import read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.attention import AttentionBackend, AttentionShape, KVCache, select
 from jaxserve.runner import kv_cache
+from jaxserve.runner.placement import ONE_DEVICE, Placement
 from jaxserve.runner.step import LanguageModel
 from jaxserve.testing.tiny import tiny_config
 
@@ -77,23 +78,32 @@ def spec_of(name: str, *, num_layers: int | None = None) -> ModelSpec:
 
 
 def backend_for(
-    name: str, spec: ModelSpec, device: Device, dtype: str, *, cache_dtype: str | None = None
+    name: str,
+    spec: ModelSpec,
+    device: Device,
+    dtype: str,
+    *,
+    cache_dtype: str | None = None,
+    num_devices: int = 1,
 ) -> AttentionBackend:
-    """Returns an attention backend for a model; None: the cache has the dtype of its weights."""
-    shape = AttentionShape(
-        spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, dtype, cache_dtype or dtype
-    )
+    """Returns an attention backend for a model cut across devices.
+
+    ``cache_dtype`` None: the cache has the dtype of the weights.
+    """
+    heads, kv_heads = spec.num_heads // num_devices, spec.num_kv_heads // num_devices
+    shape = AttentionShape(heads, kv_heads, spec.head_dim, BLOCK_SIZE, dtype, cache_dtype or dtype)
     return select(name, device, shape)[0]
 
 
 def abstract_params(
-    spec: ModelSpec, dtype: str, *, weights: str = "dense"
+    spec: ModelSpec, dtype: str, *, weights: str = "dense", placement: Placement = ONE_DEVICE
 ) -> tuple[Callable[[Any], LanguageModel], Any]:
     """Returns a function from parameters to the model, and the shapes of the parameters.
 
     The layers are unrolled. ``weights`` is the format, see `Layout`.
     """
-    graphdef, shapes = loading.abstract_params(spec, Layout(dtype, "unroll", weights))
+    layout = Layout(dtype, "unroll", weights, placement.cut)
+    graphdef, shapes = loading.abstract_params(spec, layout, sharding=placement.sharding)
     return functools.partial(nnx.merge, graphdef), shapes
 
 
@@ -104,7 +114,9 @@ def random_params(shapes: Any, *, seed: int = 0) -> Any:
     return jax.tree.unflatten(tree, [_random(*each) for each in zip(keys, leaves, strict=True)])
 
 
-def abstract_cache(spec: ModelSpec, *, num_blocks: int, dtype: str) -> KVCache:
+def abstract_cache(
+    spec: ModelSpec, *, num_blocks: int, dtype: str, placement: Placement = ONE_DEVICE
+) -> KVCache:
     """Returns a cache of shapes, without arrays."""
     return kv_cache.abstract(
         num_layers=spec.cache_layout.num_layers,
@@ -113,6 +125,7 @@ def abstract_cache(spec: ModelSpec, *, num_blocks: int, dtype: str) -> KVCache:
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=dtype,
+        placement=placement,
     )
 
 

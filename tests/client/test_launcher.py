@@ -5,27 +5,26 @@ import os
 import signal
 import sys
 
+import msgspec
 import pytest
 
 from jaxserve.client import launcher
 from jaxserve.client.launcher import EngineProcess, child_environment
-from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig
+from jaxserve.config import CompileConfig, EngineConfig, ModelConfig, ParallelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.launch import Launch
 from jaxserve.ipc.transport import SocketFolder
 
 
 def launch(
-    engine=0, *, num_engines=1, folder="/nowhere", factory="jaxserve.testing.fake_engine:build"
+    engine=0, *, folder="/nowhere", factory="jaxserve.testing.fake_engine:build", **parallel: int
 ):
     return Launch(
         engine=engine,
         factory=factory,
         requests_address=f"ipc://{folder}/requests-{engine}",
         events_address=f"ipc://{folder}/events",
-        config=EngineConfig(
-            model=ModelConfig(model="fake"), parallel=ParallelConfig(data_parallel_size=num_engines)
-        ),
+        config=EngineConfig(model=ModelConfig(model="fake"), parallel=ParallelConfig(**parallel)),
     )
 
 
@@ -55,6 +54,16 @@ def test_variables_of_the_front_override_the_defaults(monkeypatch):
     assert env["XLA_FLAGS"] == "--xla_one=1 --xla_two=2 --xla_one=9"
 
 
+def test_sums_over_devices_are_captured_in_graphs_only_on_request():
+    flag = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
+    assert "XLA_FLAGS" not in child_environment(launch(), {}, [])
+    config = EngineConfig(compile=CompileConfig(capture_collectives=True))
+    asked = msgspec.structs.replace(launch(), config=config)
+    assert child_environment(asked, {}, [])["XLA_FLAGS"] == flag
+    env = child_environment(asked, {"XLA_FLAGS": "--xla_one=9"}, [])
+    assert env["XLA_FLAGS"] == f"{flag} --xla_one=9"
+
+
 def test_jax_gets_the_requested_memory_and_half_of_the_rest():
     new, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     assert child_environment(launch(), {}, [])[new] == "0.950"
@@ -74,19 +83,40 @@ def test_jax_gets_the_requested_memory_and_half_of_the_rest():
 )
 def test_each_of_several_engines_has_its_own_gpu(visible, expected):
     inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    environments = [child_environment(launch(i, num_engines=2), inherited, []) for i in range(2)]
+    launches = [launch(i, data_parallel_size=2) for i in range(2)]
+    environments = [child_environment(each, inherited, []) for each in launches]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == expected
 
 
-def test_a_single_engine_sees_every_gpu():
+@pytest.mark.parametrize(
+    ("num_engines", "visible", "expected"),
+    [
+        (1, None, ["0,1,2"]),
+        (2, None, ["0,1,2", "3,4,5"]),
+        (2, "7, 6,5,4,3,2,1", ["7,6,5", "4,3,2"]),
+        (2, "", ["", ""]),
+    ],
+)
+def test_each_engine_sees_the_gpus_that_its_model_is_cut_across(num_engines, visible, expected):
+    inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    sizes = {"data_parallel_size": num_engines, "tensor_parallel_size": 3}
+    environments = [
+        child_environment(launch(i, **sizes), inherited, []) for i in range(num_engines)
+    ]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == expected
+
+
+def test_a_single_engine_on_one_device_sees_every_gpu():
     assert "CUDA_VISIBLE_DEVICES" not in child_environment(launch(), {}, [])
     env = child_environment(launch(), {"CUDA_VISIBLE_DEVICES": "3,5"}, [])
     assert env["CUDA_VISIBLE_DEVICES"] == "3,5"
 
 
 def test_too_few_gpus_are_an_error():
-    with pytest.raises(ConfigError, match="--data-parallel-size 3 needs as many GPUs.* has 2: 0,1"):
-        child_environment(launch(2, num_engines=3), {"CUDA_VISIBLE_DEVICES": "0,1"}, [])
+    sizes = {"data_parallel_size": 3, "tensor_parallel_size": 2}
+    message = "--data-parallel-size 3 and --tensor-parallel-size 2 need 6 GPUs.* has 2: 0,1"
+    with pytest.raises(ConfigError, match=message):
+        child_environment(launch(2, **sizes), {"CUDA_VISIBLE_DEVICES": "0,1"}, [])
 
 
 async def test_wait_returns_the_exit_code(process):

@@ -1,11 +1,14 @@
-"""Device: platform, free memory, and the features of the CPU."""
+"""Device: platform, free memory, the features of the CPU, and the number of devices."""
 
 from types import SimpleNamespace
 
+import jax
+import psutil
 import pytest
 
+from jaxserve.errors import ConfigError
 from jaxserve.runner import device
-from jaxserve.runner.device import current_device
+from jaxserve.runner.device import current_device, engine_devices
 
 CPU_INFO = """processor\t: 0
 model name\t: Some CPU @ 2 GHz
@@ -40,13 +43,13 @@ def test_a_system_without_cpuinfo_still_has_a_name(monkeypatch, tmp_path):
     assert (found.kind, found.has_native_bf16) == ("CPU", False)
 
 
-def gpu(compute_capability: str) -> SimpleNamespace:
+def gpu(compute_capability: str, *, in_use: int = 300) -> SimpleNamespace:
     return SimpleNamespace(
         platform="gpu",
         device_kind="NVIDIA H200",
         compute_capability=compute_capability,
         core_count=132,
-        memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 300},
+        memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": in_use},
     )
 
 
@@ -64,3 +67,25 @@ def test_free_memory_of_a_gpu_is_the_unused_part_of_the_jax_pool(monkeypatch):
     found = current_device(pool_part=0.9)
     assert (found.free_bytes, found.compute_capability, found.num_cores) == (600, (9, 0), 132)
     assert current_device(pool_part=0.2).free_bytes == 0
+
+
+def test_free_memory_is_that_of_the_fullest_gpu_of_the_engine(monkeypatch):
+    gpus = [gpu("9.0"), gpu("9.0", in_use=500), gpu("9.0", in_use=700)]
+    monkeypatch.setattr(device.jax, "devices", lambda: gpus)
+    assert [current_device(count=n).free_bytes for n in (1, 2, 3)] == [700, 500, 300]
+
+
+def test_simulated_devices_share_the_memory_of_the_cpu(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert [current_device(count=n).free_bytes for n in (1, 4)] == [1000, 250]
+
+
+def test_an_engine_takes_the_first_devices_of_jax():
+    assert engine_devices(1) == jax.devices()[:1]
+    assert engine_devices(4) == jax.devices()[:4]
+
+
+def test_too_few_devices_are_an_error_that_names_them():
+    jax.devices()  # from now on, jax cannot simulate more
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 64 needs 64 devices.*sees 4: "):
+        engine_devices(64)

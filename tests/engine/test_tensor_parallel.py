@@ -1,0 +1,223 @@
+"""Engines on four simulated devices: the results of one device, and settings that do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxserve.config import (
+    CacheConfig,
+    CompileConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from jaxserve.engine.core import BuiltEngine
+from jaxserve.engine.factory import build
+from jaxserve.errors import ConfigError
+from jaxserve.ipc.messages import Submit
+from jaxserve.llm import LLM
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing.one_step import logits_of
+from jaxserve.testing.tiny import tiny_config, write_checkpoint
+from jaxserve.testing.tolerance import of_model
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    # Biases of every layer, also where the devices add up their products.
+    "llama": tiny_config(**HEADS, attention_bias=True, mlp_bias=True),
+    # The embedding is the head too, and four devices cannot share its tokens equally.
+    "gemma3": tiny_config(
+        "Gemma3ForCausalLM",
+        **HEADS,
+        vocab_size=514,
+        tie_word_embeddings=None,
+        sliding_window=9,
+        sliding_window_pattern=2,
+    ),
+    # The embedding is the head too, and its tokens are shared.
+    "qwen2": tiny_config("Qwen2ForCausalLM", **HEADS, tie_word_embeddings=True),
+}
+
+REQUESTS: dict[str, tuple[int, SamplingParams]] = {
+    "greedy": (3, SamplingParams(temperature=0, max_tokens=24)),
+    "sampled": (8, SamplingParams(temperature=0.9, max_tokens=24, seed=1)),
+    "filtered": (13, SamplingParams(temperature=0.8, top_p=0.8, max_tokens=24, seed=2)),
+    "scored": (18, SamplingParams(temperature=0, max_tokens=12, logprobs=3, prompt_logprobs=2)),
+    "long": (41, SamplingParams(temperature=0.9, max_tokens=24, seed=3)),
+}
+"""Length of the prompt and parameters of each request."""
+
+
+@pytest.fixture(autouse=True)
+def _restore_jax_options() -> Iterator[None]:
+    """Restores the option of jax that `build` sets, since the tests share one process."""
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / request.param
+    return write_checkpoint(folder, CONFIGS[request.param])
+
+
+def config(checkpoint: Path, num_devices: int, **compile: Any) -> EngineConfig:
+    """The cache is too small for all requests, and the long prompt takes several steps."""
+    compile = {"compilation_cache_dir": "", "warmup": False, **compile}
+    return EngineConfig(
+        model=ModelConfig(model=str(checkpoint), max_model_len=96, dtype="float32"),
+        cache=CacheConfig(num_blocks=33, block_size=4),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+        parallel=ParallelConfig(tensor_parallel_size=num_devices),
+        compile=CompileConfig(**compile),
+    )
+
+
+@dataclasses.dataclass
+class Answer:
+    """The outputs of a request: tokens, and values that two runs round differently."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    values: list[float] = dataclasses.field(default_factory=list)
+
+
+def answers(built: BuiltEngine) -> dict[str, Answer]:
+    """Runs `REQUESTS` and a request for an embedding."""
+    core = built.core
+    rng = np.random.default_rng(0)
+    requests = {**REQUESTS, "embedded": (9, SamplingParams(pooling="mean"))}
+    for name, (length, params) in requests.items():
+        params = dataclasses.replace(params, ignore_eos=True)
+        core.add(Submit(name, rng.integers(5, 500, length).tolist(), params))
+    found = {name: Answer() for name in requests}
+    now = 0.0
+    while core.has_work:
+        for output in core.step(now):
+            answer = found[output.request_id]
+            answer.tokens += output.token_ids
+            scores = [*(output.logprobs or []), *(output.prompt_logprobs or [])]
+            answer.values += [value for one in scores if one for value in one.logprobs]
+            answer.values += output.embedding or []
+        now += 1.0
+    return found
+
+
+def test_four_devices_answer_like_one(checkpoint: Path) -> None:
+    """A mixed batch with chunked prefill and preemption: all tokens are those of one device."""
+    one, four = (build(config(checkpoint, n), 0, lambda _: None) for n in (1, 4))
+    expected, found = answers(one), answers(four)
+    assert {name: answer.tokens for name, answer in found.items()} == {
+        name: answer.tokens for name, answer in expected.items()
+    }
+    assert [len(expected[name].tokens) for name in REQUESTS] == [24, 24, 24, 12, 24]
+    assert min(built.core.stats().total_preemptions for built in (one, four)) > 0
+    model = CONFIGS[checkpoint.name]
+    for name in ("scored", "embedded"):
+        wanted = expected[name].values
+        atol = of_model(model, 41, scale=float(np.abs(wanted).max()))
+        np.testing.assert_allclose(found[name].values, wanted, rtol=0, atol=atol)
+        assert len(wanted) > 40
+
+
+def test_warm_up_compiles_everything_and_the_decisions_name_the_bytes(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "llama", CONFIGS["llama"])
+    built = build(config(folder, 4, warmup=True), 0, lambda _: None)
+    before = built.core.stats().total_compilations
+    assert before > 10
+    for i, (length, params) in enumerate(REQUESTS.values()):
+        if params.top_p == 1.0:  # filters are compiled for small values of top_k only
+            built.core.add(Submit(str(i), list(range(5, 5 + length)), params))
+    while built.core.has_work:
+        built.core.step(0.0)
+    assert built.core.stats().total_compilations == before
+    decided = {what: (value, why) for what, value, why in built.ready.decisions}
+    assert decided["tensor parallel"] == (
+        "4 devices",
+        "as asked; each holds 0.1 of 0.5 MiB of weights",
+    )
+
+
+def test_cached_weights_serve_any_number_of_devices(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "llama", CONFIGS["llama"])
+    tokens, sources = [], []
+    for count in (4, 1, 4):
+        asked = config(folder, count)
+        kept = dataclasses.replace(asked.model, weights_cache=str(tmp_path / "weights"))
+        built = build(dataclasses.replace(asked, model=kept), 0, lambda _: None)
+        sources += [value for what, value, _ in built.ready.decisions if what == "weights"]
+        built.core.add(Submit("0", [7, 8, 9], REQUESTS["greedy"][1]))
+        tokens.append([])
+        while built.core.has_work:
+            for output in built.core.step(0.0):
+                tokens[-1] += output.token_ids
+    assert sources == ["converted", "restored", "restored"]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_integers_of_8_bits_on_four_devices_are_close_to_one(tmp_path: Path) -> None:
+    """Not equal: the inputs of a product are rounded by the largest that a device has."""
+    folder = write_checkpoint(tmp_path / "llama", CONFIGS["llama"])
+    scores = []
+    for count in (1, 4):
+        asked = config(folder, count)
+        model = dataclasses.replace(asked.model, quantization="int8")
+        built = build(dataclasses.replace(asked, model=model), 0, lambda _: None)
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        built.core.add(Submit("0", list(range(5, 35)), params))
+        while built.core.has_work:
+            for output in built.core.step(0.0):
+                found = output.prompt_logprobs or []
+                scores.append([one.logprobs[0] for one in found if one is not None])
+    assert len(scores[0]) == 29
+    np.testing.assert_allclose(scores[1], scores[0], rtol=0, atol=2e-3)
+
+
+def test_llm_runs_on_several_devices(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "llama", CONFIGS["llama"])
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 33}
+    with LLM(
+        str(folder),
+        show_progress=False,
+        dtype="float32",
+        tensor_parallel_size=4,
+        warmup=False,
+        compilation_cache_dir="",
+        **settings,
+    ) as llm:
+        prompt = [5, 60, 300, 17]
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    tokens = output.outputs[0].token_ids
+    # The model without an engine, over the whole sequence at once.
+    logits = logits_of(folder, [*prompt, *tokens])
+    assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert len(tokens) == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "message"),
+    [
+        ({"num_key_value_heads": 2}, 4, "must divide the 2 key-value heads of this model, got 4"),
+        ({"intermediate_size": 95}, 2, "must divide the 95 columns of the MLP of this model"),
+        ({}, 64, "64 needs 64 devices, but jax sees 4"),
+    ],
+)
+def test_rejects_a_number_of_devices_before_it_reads_weights(
+    changes: dict[str, int], count: int, message: str, tmp_path: Path
+) -> None:
+    tensors = {"not_a_weight": np.zeros(1, np.float32)}
+    folder = write_checkpoint(tmp_path / "tiny", tiny_config(**{**HEADS, **changes}), tensors)
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size {message}"):
+        build(config(folder, count), 0, lambda _: None)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,8 @@ from jaxserve.ops.attention import (
     Window,
     serves_everything,
 )
-from pallas_kernels.quantization import dequantize, quantize
+from jaxserve.ops.xla_write import write
+from pallas_kernels.quantization import dequantize
 
 # The score of a position that a query does not see. -inf would give NaN to a query that has no
 # visible position yet. This score gives it equal weights, which the first real score makes zero.
@@ -115,28 +115,6 @@ def backend(device: Device) -> AttentionBackend:
     return AttentionBackend(
         "xla", write=write, attend=attend, check=serves_everything, array_windows=True
     )
-
-
-def write(
-    kv: KVCache,
-    layer: LayerIndex,
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
-    meta: AttentionMeta,
-) -> KVCache:
-    """Writes keys and values into their slots; see `WriteFn`."""
-    block_size = kv.k.shape[2]
-    where = (layer, meta.slots // block_size, meta.slots % block_size)
-
-    def put(cache: jax.Array, x: Any) -> jax.Array:
-        return cache.at[where].set(x, mode="drop")
-
-    k_entries, k_scale = quantize(k, kv.k.dtype)
-    v_entries, v_scale = quantize(v, kv.v.dtype)
-    written = KVCache(put(kv.k, k_entries), put(kv.v, v_entries))
-    if kv.k_scale is None or kv.v_scale is None:
-        return written
-    return replace(written, k_scale=put(kv.k_scale, k_scale), v_scale=put(kv.v_scale, v_scale))
 
 
 def attend(

@@ -186,7 +186,7 @@ def compile_step(
     bucket = Bucket(case.num_tokens, case.num_rows, NARROW_TABLE)
     inputs = batch.build(StepPlan(step_id=-1, scheduled=()), bucket)
     backend = backend_for("pallas_triton", spec, DEVICE, DTYPE, num_devices=case.num_devices)
-    step = make_step(bind, backend, placement, param_specs=specs(params), state_specs=specs(state))
+    step = make_step(bind, backend, placement, param_specs=specs(params))
     program = deviceless.compile_for_h200(
         step, params, state, pack(inputs), compiler_options=dump_options(folder)
     )

@@ -61,7 +61,7 @@ def build(
     device = current_device(count=len(devices))
     dtype, dtype_decision = resolve_dtype(config.model, device)
     weight_format = _weight_format(config.model.quantization)
-    placement = place(devices, array_specs(spec, Layout(dtype, "unroll", weight_format)))
+    placement = place(devices, array_specs(spec, Layout(dtype, "scan", weight_format)))
     cache_dtype = kv_cache.cache_dtype(dtype, device)
     shape = _attention_shape(config, spec, placement, dtype, cache_dtype)
     backend, backend_reason = attention.select(config.compile.attention_backend, device, shape)

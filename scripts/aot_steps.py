@@ -200,7 +200,7 @@ def compile_step(
         cache_dtype=case.cache_dtype,
         num_devices=case.num_devices,
     )
-    step = make_step(bind, backend, placement, param_specs=specs(params), state_specs=specs(state))
+    step = make_step(bind, backend, placement, param_specs=specs(params))
     program = deviceless.compile_for_h200(
         step, params, state, pack(inputs), compiler_options=dump_options(folder)
     )

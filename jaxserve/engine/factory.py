@@ -68,7 +68,7 @@ def build(
     device = current_device(count=len(devices))
     dtype, dtype_decision = resolve_dtype(config.model, device)
     weight_format = _weight_format(config.model.quantization)
-    placement = place(devices, array_specs(spec, Layout(dtype, "unroll", weight_format)))
+    placement = place(devices, array_specs(spec, Layout(dtype, "scan", weight_format)))
     cache_dtype, cache_reason = kv_cache.cache_dtype(config.cache.kv_cache_dtype, dtype, device)
     shape = _attention_shape(config, spec, placement, dtype, cache_dtype)
     backend, backend_reason = attention.select(config.compile.attention_backend, device, shape)

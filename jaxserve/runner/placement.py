@@ -50,18 +50,20 @@ class Placement:
         """The number of devices."""
         return 1 if self.mesh is None else self.mesh.size
 
-    def sharding(self, names: Sequence[str] = ()) -> NamedSharding | None:
-        """Returns the placement of an array whose axes have these names; trailing ones are whole.
-
-        None, for one device, means the default device to `jax.device_put` and `jax.numpy`.
-        """
-        if self.mesh is None:
-            return None
+    def spec(self, names: Sequence[str]) -> PartitionSpec:
+        """Returns how an array whose axes have these names is cut."""
         axes = [MODEL_AXIS if name in self.cut else None for name in names]
         # Without trailing None, as jax writes the shardings of results: it compares them literally.
         while axes and axes[-1] is None:
             axes.pop()
-        return NamedSharding(self.mesh, PartitionSpec(*axes))
+        return PartitionSpec(*axes)
+
+    def sharding(self, names: Sequence[str] = ()) -> NamedSharding | None:
+        """Returns the placement of an array whose axes have these names; by default a whole one.
+
+        None, for one device, means the default device to `jax.device_put` and `jax.numpy`.
+        """
+        return None if self.mesh is None else NamedSharding(self.mesh, self.spec(names))
 
     def on_each_device(self, function: F, *, in_specs: Any, out_specs: Any) -> F:
         """Returns a function that runs on the parts that each device has of its arguments.
@@ -70,7 +72,7 @@ class Placement:
 
         Args:
           function: its results must be equal on all devices where ``out_specs`` has `WHOLE`.
-          in_specs: a spec for each argument, or a tree of specs; see `specs`.
+          in_specs: for each argument a spec, for all its arrays, or a tree of specs.
           out_specs: the same for the results.
         """
         if self.mesh is None:

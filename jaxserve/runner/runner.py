@@ -67,9 +67,7 @@ class ModelRunner:
         self._params = params
         self._state = StepState(kv, jnp.zeros(rows, jnp.int32, device=placement.sharding()))
         param_specs = specs(params)
-        step = make_step(
-            bind, attention, placement, param_specs=param_specs, state_specs=specs(self._state)
-        )
+        step = make_step(bind, attention, placement, param_specs=param_specs)
         self._step = Program("step", step, self._log)
         self._sampler = TokenSampler(
             num_rows=rows,

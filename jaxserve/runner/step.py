@@ -7,6 +7,7 @@ programs that contain the model, which are slow to compile.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.arrays import Leaf
 from jaxserve.ops.attention import AttentionBackend, KVCache, StepMeta
+from jaxserve.runner import kv_cache
 from jaxserve.runner.batch import StepInputs
 from jaxserve.runner.jit import Packed
 from jaxserve.runner.placement import ONE_DEVICE, WHOLE, Placement
@@ -92,7 +94,6 @@ def make_step(
     placement: Placement = ONE_DEVICE,
     *,
     param_specs: Any = WHOLE,
-    state_specs: Any = WHOLE,
 ) -> StepFn:
     """Returns the jitted step, ``(params, state, packed StepInputs) -> (state, Forward)``.
 
@@ -102,23 +103,32 @@ def make_step(
       bind: makes the model from its parameters; called while tracing.
       attention: the attention backend.
       placement: the devices that run the step together.
-      param_specs, state_specs: `placement.specs` of the parameters and the state.
+      param_specs: `placement.specs` of the parameters.
     """
 
-    def step(params: Any, state: StepState, packed: Packed) -> tuple[StepState, Forward]:
+    def compute(
+        params: Any, kv: KVCache, last_tokens: Int32[Array, " engine_rows"], packed: Packed
+    ) -> tuple[KVCache, Int32[Array, " engine_rows"], Forward]:
         inputs: StepInputs = packed.unpack()
         is_known = inputs.fed_from_row < 0
-        tokens = jnp.where(is_known, inputs.tokens, state.last_tokens[inputs.fed_from_row])
+        tokens = jnp.where(is_known, inputs.tokens, last_tokens[inputs.fed_from_row])
         model = bind(params)
-        hidden, kv = model(tokens, state.kv, inputs.meta, attention=attention)
+        hidden, kv = model(tokens, kv, inputs.meta, attention=attention)
         logits = model.logits(hidden[inputs.logit_tokens])
         most_likely = argmax(logits)
-        last_tokens = state.last_tokens.at[inputs.kept_in_row].set(most_likely, mode="drop")
-        return StepState(kv, last_tokens), Forward(hidden, logits, most_likely)
+        last_tokens = last_tokens.at[inputs.kept_in_row].set(most_likely, mode="drop")
+        return kv, last_tokens, Forward(hidden, logits, most_likely)
 
-    placed = placement.on_each_device(
-        step,
-        in_specs=(param_specs, state_specs, WHOLE),
-        out_specs=(state_specs, WHOLE),
+    cache_spec = placement.spec(kv_cache.AXES)
+    on_devices = placement.on_each_device(
+        compute,
+        in_specs=(param_specs, cache_spec, WHOLE, WHOLE),
+        out_specs=(cache_spec, WHOLE, WHOLE),
     )
-    return jax.jit(placed, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
+
+    @functools.partial(jax.jit, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
+    def step(params: Any, state: StepState, packed: Packed) -> tuple[StepState, Forward]:
+        kv, last_tokens, forward = on_devices(params, state.kv, state.last_tokens, packed)
+        return StepState(kv, last_tokens), forward
+
+    return step

@@ -103,6 +103,7 @@ def step_report(check, **changes):
         ({"alias_bytes": 500}, "500 of 1000 bytes are written in place"),
         ({"copies": ("copy copy.7",)}, "the cache is copied: copy copy.7"),
         ({"recomputed": ("fusion.1.remat",)}, "recomputed: fusion.1.remat"),
+        ({"num_sums": 9, "expected_sums": 65}, "9 sums over devices, expected 65"),
     ],
 )
 def test_fails_and_names_the_problem_of_a_step(changes, problem, check, monkeypatch, capsys):
@@ -165,13 +166,14 @@ def test_kernels_compile_for_a_gpu():
 
 @needs_compiler
 def test_a_step_is_one_graph_that_writes_the_cache_in_place():
-    table = run_check("--layers", "3", "--filter", "^step .*(decode 8|8192 tokens)")
+    """Steps of one device and of eight; a sum over devices is part of the graph."""
+    table = run_check("--layers", "3", "--filter", "^step .*(decode 8 |8192 tokens)")
     lines = [line for line in table.splitlines() if line.startswith("step ")][1:]
-    assert len(lines) == 6
+    assert len(lines) == 9
     for line in lines:
-        graphs, _, outside, _, spilling, state, alias, _, copies, recomputed = line.split("rows")[
-            1
-        ].split()
+        name, _, numbers = line.partition("rows")
+        graphs, _, outside, _, spilling, state, alias, _, copies, recomputed, sums = numbers.split()
         assert (graphs, outside, spilling, copies, recomputed) == ("1", "0", "0", "0", "0")
+        assert sums == ("7" if "on 8" in name else "0")
         assert state == alias
         assert int(state) > 99 * 10**9

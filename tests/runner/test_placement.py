@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.layout import Layout, Loop
-from jaxserve.models.loading import array_specs, load_params
+from jaxserve.models.loading import abstract_params, array_specs, load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops.linear import MODEL_AXIS, ArraySpec
 from jaxserve.runner.kv_cache import allocate
@@ -105,6 +105,28 @@ def test_each_device_gets_its_part_of_the_weights(loop: Loop, weights: str):
     sizes = jax.tree.map(check, array_specs(spec, layout), whole, placed)
     assert bytes_on_each_device(placed) == sum(jax.tree.leaves(sizes))
     assert bytes_on_each_device(whole) == sum(a.nbytes for a in jax.tree.leaves(whole))
+
+
+@pytest.mark.parametrize(
+    ("weights", "whole", "each"),
+    [("dense", 16_060_522_496, 4_015_529_984), ("int8", 8_037_058_560, 2_010_450_432)],
+)
+def test_four_devices_share_the_weights_of_llama_8b(weights: str, whole: int, each: int):
+    """Only norms, and the scales of sums, are on every device. docs/performance.md has figures."""
+    config = tiny_config(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+    )
+    spec, layout = read_spec(config), Layout("bfloat16", "scan", weights)
+    _, on_one = abstract_params(spec, layout)
+    placement = place(jax.devices()[:4], array_specs(spec, layout))
+    _, on_four = abstract_params(spec, layout, sharding=placement.sharding)
+    assert (bytes_on_each_device(on_one), bytes_on_each_device(on_four)) == (whole, each)
 
 
 def test_each_device_has_its_heads_of_every_block():

@@ -82,7 +82,7 @@ def part(row: int, tokens: Sequence[int], *, unknown: int = 0, **params: Any) ->
     asked = SamplingParams(**{"temperature": 0.0, "seed": row, "logprobs": 20, **params})
     return ScheduledRequest(
         request_id=str(row), row=row, is_new=True, start=len(tokens) + unknown - 1, num_tokens=1,
-        token_ids=[], block_offset=0, new_block_ids=[], samples=True, params=asked.normalised(),
+        token_ids=[], table_updates=(), samples=True, params=asked.normalised(),
         eos_token_id=None, num_prompt_tokens=3, known_token_ids=list(tokens),
         num_unknown_tokens=unknown,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import NARROW_TABLE, Bucket
 from jaxserve.runner.jit import pack
 from jaxserve.runner.kv_cache import bytes_per_token
-from jaxserve.runner.placement import bytes_on_each_device, place, shape_on_each_device, specs
+from jaxserve.runner.placement import bytes_on_each_device, parts_on_each_device, place, specs
 from jaxserve.runner.step import StepState, make_step
 from pallas_kernels.testing import deviceless
 
@@ -226,7 +226,7 @@ def report_of(
         state_bytes=bytes_on_each_device(state),
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        copies=find_copies(text, shape_on_each_device(state.kv.k)),
+        copies=find_copies(text, parts_on_each_device(state.kv.k).shape),
         recomputed=tuple(re.findall(r"^\s+%?(\S+\.remat\S*) = ", text, re.MULTILINE)),
         num_sums=len(re.findall(r"^\s+.* = .* all-reduce(?:-start)?\(", text, re.MULTILINE)),
     )

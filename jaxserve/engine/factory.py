@@ -32,7 +32,7 @@ from jaxserve.runner import kv_cache
 from jaxserve.runner.buckets import table_widths
 from jaxserve.runner.compilation_cache import keep_compiled_programs
 from jaxserve.runner.device import current_device, engine_devices
-from jaxserve.runner.placement import Placement, bytes_on_each_device, place
+from jaxserve.runner.placement import Placement, bytes_on_each_device, parts_on_each_device, place
 from jaxserve.runner.runner import ModelRunner
 from jaxserve.sampling.declaration import Stage
 from jaxserve.sampling.registry import check_params, load_stages
@@ -98,7 +98,7 @@ def build(
         weights_decisions.append(_cut_decision(params, placement))
     with phase("allocate KV cache", "bytes") as allocating:
         sizes, kv = _allocate(config, spec, cache_dtype, placement, allocating)
-        backend.check_cache(kv)
+        backend.check_cache(parts_on_each_device(kv))
     runner = ModelRunner(
         functools.partial(nnx.merge, graphdef),
         params,

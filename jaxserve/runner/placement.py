@@ -123,15 +123,18 @@ def place(devices: Sequence[Any], arrays: Any) -> Placement:
     return Placement(Mesh(np.array(devices), (MODEL_AXIS,)), (*REQUIRED, *optional))
 
 
-def shape_on_each_device(array: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """Returns the shape of the part that each device has of an array."""
-    placed = array.sharding
-    return array.shape if placed is None else placed.shard_shape(array.shape)
+def parts_on_each_device(tree: Any) -> Any:
+    """Returns the ShapeDtypeStruct of the part that each device has of each array of a pytree."""
+
+    def part(array: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        placed = array.sharding
+        shape = array.shape if placed is None else placed.shard_shape(array.shape)
+        return jax.ShapeDtypeStruct(shape, array.dtype)
+
+    return jax.tree.map(part, tree)
 
 
 def bytes_on_each_device(tree: Any) -> int:
     """Returns the bytes that the arrays of a pytree take on each of their devices."""
-    return sum(
-        math.prod(shape_on_each_device(array)) * array.dtype.itemsize
-        for array in jax.tree.leaves(tree)
-    )
+    parts = jax.tree.leaves(parts_on_each_device(tree))
+    return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)

@@ -48,12 +48,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": tiny_config("Qwen2ForCausalLM", **HEADS, tie_word_embeddings=True),
 }
 
+
+def sampling(max_tokens: int, **changes: Any) -> SamplingParams:
+    """Returns parameters as an engine receives them, greedy by default."""
+    defaults = {"temperature": 0, "seed": 0, "ignore_eos": True}
+    return SamplingParams(max_tokens=max_tokens, **{**defaults, **changes})
+
+
 REQUESTS: dict[str, tuple[int, SamplingParams]] = {
-    "greedy": (3, SamplingParams(temperature=0, max_tokens=24)),
-    "sampled": (8, SamplingParams(temperature=0.9, max_tokens=24, seed=1)),
-    "filtered": (13, SamplingParams(temperature=0.8, top_p=0.8, max_tokens=24, seed=2)),
-    "scored": (18, SamplingParams(temperature=0, max_tokens=12, logprobs=3, prompt_logprobs=2)),
-    "long": (41, SamplingParams(temperature=0.9, max_tokens=24, seed=3)),
+    "greedy": (3, sampling(24)),
+    "sampled": (8, sampling(24, temperature=0.9, seed=1)),
+    "filtered": (13, sampling(24, temperature=0.8, top_p=0.8, seed=2)),
+    "scored": (18, sampling(12, logprobs=3, prompt_logprobs=2)),
+    "long": (41, sampling(24, temperature=0.9, seed=3)),
 }
 """Length of the prompt and parameters of each request."""
 
@@ -97,9 +104,8 @@ def answers(built: BuiltEngine) -> dict[str, Answer]:
     """Runs `REQUESTS` and a request for an embedding."""
     core = built.core
     rng = np.random.default_rng(0)
-    requests = {**REQUESTS, "embedded": (9, SamplingParams(pooling="mean"))}
+    requests = {**REQUESTS, "embedded": (9, sampling(1, pooling="mean"))}
     for name, (length, params) in requests.items():
-        params = dataclasses.replace(params, ignore_eos=True)
         core.add(Submit(name, rng.integers(5, 500, length).tolist(), params))
     found = {name: Answer() for name in requests}
     now = 0.0
@@ -147,14 +153,14 @@ def test_warm_up_compiles_everything_and_the_decisions_name_the_bytes(tmp_path: 
     decided = {what: (value, why) for what, value, why in built.ready.decisions}
     assert decided["tensor parallel"] == (
         "4 devices",
-        "as asked; each holds 0.1 of 0.5 MiB of weights",
+        "as asked; each holds 0.1 of 0.6 MiB of weights",
     )
 
 
 def test_cached_weights_serve_any_number_of_devices(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "llama", CONFIGS["llama"])
     tokens, sources = [], []
-    for count in (4, 1, 4):
+    for count in (1, 4):
         asked = config(folder, count)
         kept = dataclasses.replace(asked.model, weights_cache=str(tmp_path / "weights"))
         built = build(dataclasses.replace(asked, model=kept), 0, lambda _: None)
@@ -164,8 +170,9 @@ def test_cached_weights_serve_any_number_of_devices(tmp_path: Path) -> None:
         while built.core.has_work:
             for output in built.core.step(0.0):
                 tokens[-1] += output.token_ids
-    assert sources == ["converted", "restored", "restored"]
-    assert tokens[0] == tokens[1] == tokens[2]
+    assert sources == ["converted", "restored"]
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 24
 
 
 def test_integers_of_8_bits_on_four_devices_are_close_to_one(tmp_path: Path) -> None:
@@ -176,8 +183,7 @@ def test_integers_of_8_bits_on_four_devices_are_close_to_one(tmp_path: Path) -> 
         asked = config(folder, count)
         model = dataclasses.replace(asked.model, quantization="int8")
         built = build(dataclasses.replace(asked, model=model), 0, lambda _: None)
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        built.core.add(Submit("0", list(range(5, 35)), params))
+        built.core.add(Submit("0", list(range(5, 35)), sampling(1, prompt_logprobs=0)))
         while built.core.has_work:
             for output in built.core.step(0.0):
                 found = output.prompt_logprobs or []
@@ -199,8 +205,7 @@ def test_llm_runs_on_several_devices(tmp_path: Path) -> None:
         **settings,
     ) as llm:
         prompt = [5, 60, 300, 17]
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        (output,) = llm.generate([prompt], sampling(12), use_tqdm=False)
     tokens = output.outputs[0].token_ids
     # The model without an engine, over the whole sequence at once.
     logits = logits_of(folder, [*prompt, *tokens])

@@ -12,8 +12,8 @@ import threading
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
 from jaxserve.errors import ConfigError
@@ -22,6 +22,9 @@ from jaxserve.sampling_params import SamplingParams
 
 POOLED_WIDTH = 8
 """Length of the vectors that a fake runner returns for pooling requests."""
+
+
+Propose = Callable[[Sequence[int], int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class FakeRunner:
       model: the behaviour of the runner.
       num_blocks, block_size: the size of the cache.
       gate: if given, no step is ready before this event is set; for tests.
+      propose: proposes drafts for requests that speculate, from their tokens and the number of
+        drafts wanted; it may return fewer.
     """
 
     def __init__(
@@ -90,7 +95,9 @@ class FakeRunner:
         num_blocks: int,
         block_size: int,
         gate: threading.Event | None = None,
+        propose: Propose = lambda tokens, count: [],
     ) -> None:
+        self._propose = propose
         self._model = model
         self._block_size = block_size
         self._cache = [array("q", [-1] * block_size) for _ in range(num_blocks)]
@@ -119,20 +126,23 @@ class FakeRunner:
         self._check_owners(plan, rows)
         for row, scheduled in zip(rows, plan.scheduled, strict=True):
             self._write(row, scheduled)
-        tokens = []
-        for row, scheduled in zip(rows, plan.scheduled, strict=True):
-            if scheduled.samples:
-                row.last_token = self._sample(row, scheduled)
-                tokens.append(row.last_token)
+        tokens = [
+            self._sample(row, scheduled)
+            for row, scheduled in zip(rows, plan.scheduled, strict=True)
+            if scheduled.samples
+        ]
         params = [scheduled.params for scheduled in plan.sampling]
         logprobs = None
         if any(p.logprobs is not None for p in params):
             pairs = zip(tokens, params, strict=True)
-            logprobs = [fake_logprobs(t, p.logprobs, self._model.vocab_size) for t, p in pairs]
+            logprobs = [self._logprobs(several, p.logprobs) for several, p in pairs]
+        num_drafts = [len(self._rows[s.row].drafts) for s in plan.sampling]
         prompt_logprobs = [self._score(scheduled) for scheduled in plan.scoring]
         # Every element is the number of tokens.
         pooled = [[float(scheduled.num_tokens)] * POOLED_WIDTH for scheduled in plan.pooling]
-        result = StepResult(tokens, logprobs, prompt_logprobs, pooled)
+        result = StepResult(
+            tokens, logprobs, prompt_logprobs, pooled, num_drafts if plan.speculates else ()
+        )
         return FakeStep(result, self._gate, self._model.step_s)
 
     def _score(self, scheduled: ScheduledRequest) -> list[TokenLogprobs]:
@@ -142,14 +152,19 @@ class FakeRunner:
         entries = (fake_logprobs(token, k, self._model.vocab_size) for token in tokens)
         return [entry for entry in entries if entry is not None]
 
+    def _logprobs(self, tokens: list[int], k: int | None) -> list[TokenLogprobs] | None:
+        entries = (fake_logprobs(token, k, self._model.vocab_size) for token in tokens)
+        return None if k is None else [entry for entry in entries if entry is not None]
+
     def _check(self, plan: StepPlan) -> None:
         assert plan.scheduled, "an empty step"
         rows = {s.row for s in plan.scheduled}
         assert len(rows) == len(plan.scheduled), "two requests in one row"
         ids = {s.request_id for s in plan.scheduled}
         assert len(ids) == len(plan.scheduled), "a request is scheduled twice"
-        is_longer = [s.num_tokens > 1 for s in plan.scheduled]
-        assert is_longer == sorted(is_longer), "requests with one token come first"
+        is_longer = [s.num_tokens > s.num_rows for s in plan.scheduled]
+        assert is_longer == sorted(is_longer), "rows with one token come first"
+        assert plan.speculates == any(s.speculates for s in plan.scheduled)
 
     def _place(self, scheduled: ScheduledRequest) -> _Row:
         """Returns the row of a scheduled request, with the new blocks in its block table."""
@@ -157,13 +172,27 @@ class FakeRunner:
             self._rows[scheduled.row] = _Row(scheduled.request_id, [], scheduled.start)
         row = self._rows[scheduled.row]
         assert row.request_id == scheduled.request_id, "a row got another request without is_new"
-        assert scheduled.start == row.num_written, "a gap or an overlap in the positions"
+        if scheduled.speculates:
+            self._check_bounds(row, scheduled)
+        else:
+            assert scheduled.start == row.num_written, "a gap or an overlap in the positions"
         offset, new_block_ids = scheduled.block_offset, scheduled.new_block_ids
         assert offset == len(row.block_table), "a gap or an overlap in the block table"
         assert all(0 < b < len(self._cache) for b in new_block_ids), "a block does not exist"
         row.block_table += new_block_ids
         assert len(set(row.block_table)) == len(row.block_table), "a block is twice in one table"
         return row
+
+    def _check_bounds(self, row: _Row, scheduled: ScheduledRequest) -> None:
+        """Asserts that the position on the device is within what the host knows of it."""
+        num_known = len(scheduled.known_token_ids)
+        assert scheduled.num_tokens == scheduled.num_rows, "a row has more than one token"
+        assert scheduled.start + 1 == num_known + scheduled.num_unknown_tokens
+        assert num_known <= row.num_written + 1 <= scheduled.start + 1, "outside the bounds"
+        if scheduled.starts_speculation:
+            assert row.num_written == scheduled.start, "the position is not exact"
+        else:
+            assert row.is_speculating, "the device does not know the tokens of the row"
 
     def _check_owners(self, plan: StepPlan, rows: list[_Row]) -> None:
         """Asserts that every written block is in one block table only; full ones may be shared."""
@@ -178,36 +207,62 @@ class FakeRunner:
             assert all(holders[block] == 1 for block in written), "a written block is shared"
 
     def _write(self, row: _Row, scheduled: ScheduledRequest) -> None:
-        end = scheduled.start + scheduled.num_tokens
-        if scheduled.token_ids:
+        row.drafts = []
+        row.is_speculating = scheduled.speculates
+        start, end = scheduled.start, scheduled.start + scheduled.num_tokens
+        if scheduled.speculates:
+            start = row.num_written
+            context = self._context(row, start)
+            # The host knows the last token of a row whose only output was computed in a prefill.
+            last = row.last_token
+            if not scheduled.num_unknown_tokens:
+                last = scheduled.known_token_ids[-1]
+            if scheduled.num_drafts:
+                proposed = self._propose([*context, last], scheduled.num_drafts)
+                row.drafts = list(proposed[: scheduled.num_drafts])
+            tokens = [last, *row.drafts]
+        elif scheduled.token_ids:
             tokens = scheduled.token_ids
-            assert list(tokens) == scheduled.known_token_ids[scheduled.start : end], (
+            assert list(tokens) == scheduled.known_token_ids[start:end], (
                 "token IDs differ from the known ones"
             )
         else:
             tokens = [row.last_token]
-            assert scheduled.start == len(scheduled.known_token_ids), (
-                "token IDs are missing although known"
-            )
-        assert len(tokens) == scheduled.num_tokens
-        for position, token in enumerate(tokens, scheduled.start):
+            assert start == len(scheduled.known_token_ids), "token IDs are missing although known"
+        assert scheduled.speculates or len(tokens) == scheduled.num_tokens
+        for position, token in enumerate(tokens, start):
             block = row.block_table[position // self._block_size]
             self._cache[block][position % self._block_size] = token
-        row.num_written = end
+        row.num_written = start + len(tokens)
 
-    def _sample(self, row: _Row, scheduled: ScheduledRequest) -> int:
-        end = row.num_written
-        num_tokens = len(scheduled.known_token_ids) + scheduled.num_unknown_tokens
-        assert end == num_tokens, "sampling must follow the last token"
-        blocks = row.block_table[: -(-end // self._block_size)]
-        context = array("q", itertools.chain.from_iterable(self._cache[b] for b in blocks))[:end]
+    def _sample(self, row: _Row, scheduled: ScheduledRequest) -> list[int]:
+        """Returns the sampled tokens: one, and one for each draft that equals the one before."""
+        if not scheduled.speculates:
+            num_tokens = len(scheduled.known_token_ids) + scheduled.num_unknown_tokens
+            assert row.num_written == num_tokens, "sampling must follow the last token"
+        first = row.num_written - len(row.drafts)
+        tokens: list[int] = []
+        for count, draft in enumerate([*row.drafts, None]):
+            tokens.append(self._next_token(row, scheduled, first + count))
+            if draft != tokens[-1]:
+                break
+        row.num_written = first + len(tokens) - 1
+        row.last_token = tokens[-1]
+        return tokens
+
+    def _next_token(self, row: _Row, scheduled: ScheduledRequest, num_tokens: int) -> int:
         return _next_token(
-            context,
+            self._context(row, num_tokens),
             scheduled.params,
             self._model,
             num_prompt_tokens=scheduled.num_prompt_tokens,
             eos_token_id=scheduled.eos_token_id,
         )
+
+    def _context(self, row: _Row, end: int) -> array[int]:
+        """Returns the first ``end`` tokens of a row, read through its block table."""
+        blocks = row.block_table[: -(-end // self._block_size)]
+        return array("q", itertools.chain.from_iterable(self._cache[b] for b in blocks))[:end]
 
 
 @dataclass(slots=True)
@@ -216,6 +271,8 @@ class _Row:
     block_table: list[int]
     num_written: int
     last_token: int = -1
+    drafts: list[int] = field(default_factory=list[int])
+    is_speculating: bool = False
 
 
 @dataclass(frozen=True, slots=True)

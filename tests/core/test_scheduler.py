@@ -43,7 +43,7 @@ def add(scheduler, *request_ids, **options):
 
 def update(scheduler, plan, token=OTHER, **tokens):
     """Applies a step that sampled ``token`` for every request that is not in ``tokens``."""
-    sampled = [tokens.get(part.request_id, token) for part in plan.sampling]
+    sampled = [[tokens.get(part.request_id, token)] for part in plan.sampling]
     return scheduler.update(plan, StepResult(sampled))
 
 
@@ -142,7 +142,7 @@ class TestOneStepInFlight:
         add(scheduler, "b", num_prompt_tokens=4)
         plan = scheduler.schedule(0.0)
         assert shape(plan) == [("b", 0, 1, False), ("a", 0, 4, True)]
-        outputs = scheduler.update(plan, StepResult([42]))
+        outputs = scheduler.update(plan, StepResult([[42]]))
         assert [(o.request_id, o.token_ids) for o in outputs] == [("a", [42])]
 
     def test_only_requests_that_ask_get_logprobs(self):
@@ -151,7 +151,7 @@ class TestOneStepInFlight:
         add(scheduler, "b", logprobs=1)
         plan = scheduler.schedule(0.0)
         logprobs = TokenLogprobs([5, 5], [-1.0, -1.0], 1)
-        a, b = scheduler.update(plan, StepResult([5, 5], [None, logprobs]))
+        a, b = scheduler.update(plan, StepResult([[5], [5]], [None, [logprobs]]))
         assert a.logprobs is None
         assert b.logprobs == [logprobs]
 
@@ -266,7 +266,7 @@ class TestAdmission:
             plans.append(scheduler.schedule(0.0))
             pooled = [[1.0]] * len(plans[-1].pooling)
             outputs = scheduler.update(
-                plans[-1], StepResult([OTHER] * len(plans[-1].sampling), pooled=pooled)
+                plans[-1], StepResult([[OTHER]] * len(plans[-1].sampling), pooled=pooled)
             )
         assert [shape(plan) for plan in plans] == [[("a", 0, 64, False)], [("a", 64, 36, True)]]
         assert [output.embedding for output in outputs] == [[1.0]]

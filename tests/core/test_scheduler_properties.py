@@ -1,4 +1,7 @@
-"""Random scenarios: every request gets the tokens that it would get alone."""
+"""Random scenarios: every request gets the tokens that it would get alone, without drafts."""
+
+import zlib
+from array import array
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from jaxserve.core.request import context_length
 from jaxserve.core.scheduler import Scheduler
+from jaxserve.core.speculation import Speculation
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import SamplingParams
@@ -40,6 +44,7 @@ class Scenario:
     spare_budget: int
     max_model_len: int
     arrivals: list[Arrival]
+    max_drafts: int
 
     @property
     def sizes(self):
@@ -52,6 +57,16 @@ class Scenario:
     @property
     def budget(self):
         return self.max_num_seqs + self.spare_budget
+
+    @property
+    def max_num_rows(self):
+        return max(self.max_num_seqs, 1 + self.max_drafts)
+
+    @property
+    def speculation(self):
+        if self.max_drafts == 0:
+            return None
+        return Speculation(self.max_drafts, step_costs=((self.max_num_rows, 1.0),))
 
 
 @st.composite
@@ -86,7 +101,20 @@ scenarios = st.builds(
     spare_budget=st.integers(0, 12),
     max_model_len=st.integers(8, 40),
     arrivals=st.lists(arrivals, min_size=3, max_size=10),
+    max_drafts=st.sampled_from([0, 1, 2, 5]),
 )
+
+
+def propose(tokens, count):
+    """Proposes drafts of which some are right, for some seeds, and sometimes fewer than wanted."""
+    context = array("q", tokens)
+    luck = zlib.crc32(context.tobytes(), 1)
+    seed = (luck % 11 - 5) & 0xFFFFFFFF if luck & 64 else 0
+    drafts = []
+    for _ in range(count - (luck % 3 == 0)):
+        drafts.append(zlib.crc32(context.tobytes(), seed) % MODEL.vocab_size)
+        context.append(drafts[-1])
+    return drafts
 
 
 class CheckedRunner:
@@ -96,7 +124,10 @@ class CheckedRunner:
         self._scenario = scenario
         self._seen = seen
         self._runner = FakeRunner(
-            MODEL, num_blocks=scenario.num_blocks, block_size=scenario.block_size
+            MODEL,
+            num_blocks=scenario.num_blocks,
+            block_size=scenario.block_size,
+            propose=propose,
         )
 
     @property
@@ -106,12 +137,16 @@ class CheckedRunner:
     def execute(self, plan):
         assert plan.num_tokens <= self._scenario.budget
         assert len(plan.scheduled) <= self._scenario.max_num_seqs
+        assert len(plan.rows) <= self._scenario.max_num_rows
         for part in plan.scheduled:
             assert 0 <= part.row < self._scenario.max_num_seqs
             self._seen["chunks"] += not part.samples
             self._seen["unknown tokens"] += part.num_unknown_tokens
-        self._seen["sampled"] += len(plan.sampling)
-        return self._runner.execute(plan)
+            self._seen["drafts in flight"] += part.speculates and part.num_unknown_tokens > 1
+            self._seen["speculation ends"] += part.speculates and part.num_drafts == 0
+        step = self._runner.execute(plan)
+        self._seen["sampled"] += sum(map(len, step.result().token_ids))
+        return step
 
 
 @dataclass
@@ -158,6 +193,7 @@ def run_scenario(scenario):
         max_num_seqs=scenario.max_num_seqs,
         max_num_batched_tokens=scenario.budget,
         policy=scenario.policy,
+        speculation=scenario.speculation,
         **scenario.sizes,
     )
     core = EngineCore(scheduler, CheckedRunner(scenario, seen), depth=scenario.depth)
@@ -186,6 +222,10 @@ def run_scenario(scenario):
     seen["refused"] = sum(record.finish_reason == FinishReason.ERROR for record in records.values())
     seen["aborted"] = sum(record.aborted for record in records.values())
     seen["dropped"] = seen["sampled"] - stats.total_generation_tokens
+    accepted = sum(stats.accepted_per_position)
+    assert stats.total_drafts <= stats.total_draft_tokens >= accepted
+    assert stats.accepted_per_position == tuple(sorted(stats.accepted_per_position, reverse=True))
+    seen["accepted"], seen["rejected"] = accepted, stats.total_draft_tokens - accepted
     return seen
 
 
@@ -208,7 +248,7 @@ def add_output(record, output):
     if output.finish_reason == FinishReason.ERROR:
         assert output.token_ids == []
         return
-    assert len(output.token_ids) == 1
+    assert output.token_ids
     assert record.scheduled_s in (None, output.scheduled_s), "scheduled_s changed"
     record.scheduled_s = output.scheduled_s
     record.tokens += output.token_ids
@@ -268,5 +308,7 @@ def test_every_request_gets_the_tokens_that_it_would_get_alone():
 
     check()
     # Without these events the scenarios would test nothing.
-    for event in ("preemptions", "chunks", "unknown tokens", "dropped", "aborted", "refused"):
+    events = ("preemptions", "chunks", "unknown tokens", "dropped", "aborted", "refused")
+    drafts = ("accepted", "rejected", "drafts in flight", "speculation ends")
+    for event in (*events, *drafts):
         assert seen[event] > 20, seen

@@ -65,7 +65,7 @@ class RecordingStep:
 
     def result(self):
         self.events.append(("result", self.plan.step_id))
-        return StepResult([5] * len(self.plan.sampling))
+        return StepResult([[5]] * len(self.plan.sampling))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

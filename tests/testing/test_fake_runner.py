@@ -46,8 +46,8 @@ def run(runner, step_id, *parts):
 def test_prefill_then_decode_gives_the_expected_tokens():
     runner = make_runner()
     expected = expected_tokens([7, 8, 9], GREEDY, MODEL, context_length=5)
-    (first,) = run(runner, 0, make_part([7, 8, 9])).token_ids
-    (second,) = run(runner, 1, make_part([7, 8, 9, first], 3)).token_ids
+    ((first,),) = run(runner, 0, make_part([7, 8, 9])).token_ids
+    ((second,),) = run(runner, 1, make_part([7, 8, 9, first], 3)).token_ids
     assert [first, second] == expected
 
 
@@ -57,7 +57,7 @@ def test_an_unknown_token_is_the_token_sampled_last():
     part = make_part(
         [7, 8, 9], start=3, num_tokens=1, token_ids=[], num_unknown_tokens=1, is_new=False
     )
-    (second,) = run(runner, 1, part).token_ids
+    ((second,),) = run(runner, 1, part).token_ids
     assert second == expected_tokens([7, 8, 9], GREEDY, MODEL, context_length=5)[1]
 
 
@@ -66,17 +66,17 @@ def test_a_chunked_prompt_gives_the_same_token():
     known = [7, 8, 9, 10, 11]
     chunk = make_part(known, num_tokens=2, token_ids=known[:2], samples=False)
     assert run(runner, 0, chunk).token_ids == []
-    (token,) = run(runner, 1, make_part(known, 2)).token_ids
+    ((token,),) = run(runner, 1, make_part(known, 2)).token_ids
     assert [token] == expected_tokens(known, GREEDY, MODEL, context_length=6)
 
 
 def test_a_block_overwritten_by_another_row_changes_the_tokens():
     """An overwritten block is detected even if the two requests are never in one plan."""
     runner = make_runner()
-    (first,) = run(runner, 0, make_part([7, 8, 9])).token_ids
+    ((first,),) = run(runner, 0, make_part([7, 8, 9])).token_ids
     other = make_part([50, 51, 52], request_id="b", row=1)
     run(runner, 1, other)
-    (second,) = run(runner, 2, make_part([7, 8, 9, first], 3)).token_ids
+    ((second,),) = run(runner, 2, make_part([7, 8, 9, first], 3)).token_ids
     assert second != expected_tokens([7, 8, 9], GREEDY, MODEL, context_length=5)[1]
 
 
@@ -124,9 +124,8 @@ def test_full_blocks_may_be_shared():
     sharing = make_part(
         known, start=4, request_id="b", row=1, is_new=True, block_offset=0, new_block_ids=[1, 3]
     )
-    assert run(runner, 1, sharing).token_ids == expected_tokens(
-        known, GREEDY, MODEL, context_length=6
-    )
+    expected = expected_tokens(known, GREEDY, MODEL, context_length=6)
+    assert run(runner, 1, sharing).token_ids == [expected]
 
 
 def test_seeds_matter_only_if_the_temperature_is_above_0():
@@ -158,9 +157,9 @@ def test_only_requests_that_ask_get_logprobs():
     asks = make_part([7], params=SamplingParams(temperature=0, seed=0, logprobs=2))
     other = make_part([7, 8], request_id="b", row=1, new_block_ids=[3])
     result = run(make_runner(), 0, asks, other)
-    first, second = result.logprobs
+    (first,), second = result.logprobs
     assert second is None
-    assert first.token_ids[0] == first.token_ids[1] == result.token_ids[0]
+    assert first.token_ids[0] == first.token_ids[1] == result.token_ids[0][0]
     assert len(first.token_ids) == len(first.logprobs) == 3
     assert run(make_runner(), 0, other).logprobs is None
 

@@ -1,0 +1,378 @@
+"""Places and verifies draft tokens on the device, around a step that knows nothing of them.
+
+    place:   the tokens so far -> drafts -> the inputs of the rows that speculate
+    step:    logits of every row
+    sampler: the token that each row draws at its position
+    accept:  a draft stands if it equals the token that the row before it drew, up to the first that
+             does not
+
+Each draft is a row of its own with one token, so a step with drafts looks like a step with more
+requests: it runs the same program, and the same attention as without drafts. The token of a row is a
+function of seed, position and context, so accepted tokens are those that plain steps would give.
+
+Positions depend on how many drafts an earlier step has accepted, which the host learns one step
+late. So lengths and tokens of these requests live on the device, and the host plans with upper
+bounds. Keys and values of rejected drafts lie behind the length, and the next step overwrites them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from jaxserve.arrays import Leaf
+from jaxserve.core.plan import ScheduledRequest, StepPlan
+from jaxserve.ops.attention import AttentionMeta
+from jaxserve.runner.batch import StepInputs
+from jaxserve.runner.buckets import Bucket, powers_of_two
+from jaxserve.runner.jit import CompilationLog, Packed, Program, pack
+from jaxserve.runner.proposer import ProposeFn
+
+LastTokens = Int32[Array, " engine_rows"]
+
+MIN_START = 1024
+"""Tokens of the shortest transfer that starts a request."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenStore:
+    """The tokens of the requests that speculate. H is at least the longest context.
+
+    Attributes:
+      tokens: i32[S, H], prompt and output of each engine row; garbage after the last token.
+      num_tokens: i32[S], tokens of each engine row; garbage for rows that do not speculate.
+    """
+
+    tokens: Int32[Leaf, "engine_rows length"]
+    num_tokens: Int32[Leaf, " engine_rows"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftRows:
+    """Which rows of a step speculate. R is the number of rows of the step, Q is max(1, R // 2).
+
+    Attributes:
+      engine_row: i32[R], in [0, S); S for padding and for rows whose inputs the host has filled.
+      offset: i32[R], in [0, K]: 0 for the last token of a request, j for its draft number j.
+      drafting: i32[Q], the engine rows that get drafts; padding S.
+      request: i32[R], index into ``drafting`` where ``offset`` > 0, else 0.
+    """
+
+    engine_row: Int32[Leaf, " rows"]
+    offset: Int32[Leaf, " rows"]
+    drafting: Int32[Leaf, " requests"]
+    request: Int32[Leaf, " rows"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PlacedRows:
+    """The rows of a step after drafts have been placed.
+
+    Attributes:
+      rows: which of them speculate.
+      tokens: i32[R], the input token of each row that speculates.
+      is_live: bool[R], false for drafts that the proposer did not make.
+      next_positions: i32[R], the position of the token that each row samples.
+    """
+
+    rows: DraftRows
+    tokens: Int32[Leaf, " rows"]
+    is_live: Bool[Leaf, " rows"]
+    next_positions: Int32[Leaf, " rows"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Verified:
+    """The outcome of a step with drafts. N is the largest number of rows of any step.
+
+    Attributes:
+      tokens: i32[N], the token that each row drew; 0 after the rows of the step.
+      is_accepted: bool[N], whether the token belongs to the request: all drafts of the request up
+        to this row were accepted.
+      is_live: bool[N], as in `PlacedRows`.
+    """
+
+    tokens: Int32[Leaf, " rows"]
+    is_accepted: Bool[Leaf, " rows"]
+    is_live: Bool[Leaf, " rows"]
+
+
+class Speculator:
+    """Holds the tokens of requests on the device, and runs the programs around a step.
+
+    Args:
+      propose: the proposer.
+      num_rows: S, the engine's rows.
+      max_num_rows: N, the most rows of a step.
+      max_drafts: K, the most drafts of a request in a step.
+      max_model_len: the most tokens of a request.
+      num_slots: slots in the KV cache; writing to this slot is dropped.
+      block_size: slots in a block.
+      log: receives the compilations.
+    """
+
+    def __init__(
+        self,
+        propose: ProposeFn,
+        *,
+        num_rows: int,
+        max_num_rows: int,
+        max_drafts: int,
+        max_model_len: int,
+        num_slots: int,
+        block_size: int,
+        log: CompilationLog,
+    ) -> None:
+        self._num_rows = num_rows
+        self._start_sizes = powers_of_two(min(MIN_START, max_model_len), max_model_len)
+        self._store = TokenStore(
+            jnp.zeros((num_rows, max_model_len), jnp.int32), jnp.zeros(num_rows, jnp.int32)
+        )
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def start_request(
+            store: TokenStore, last_tokens: LastTokens, packed: Packed
+        ) -> TokenStore:
+            tokens, row, count, is_unknown = packed.unpack()
+            known = lax.dynamic_update_slice(store.tokens, tokens[None], (row, 0))
+            newest = known.at[row, count].set(last_tokens[row], mode="drop")
+            return TokenStore(
+                jnp.where(is_unknown, newest, known),
+                store.num_tokens.at[row].set(count + is_unknown, mode="drop"),
+            )
+
+        @jax.jit
+        def place_drafts(
+            store: TokenStore, packed: Packed, packed_rows: Packed
+        ) -> tuple[Packed, PlacedRows]:
+            inputs: StepInputs = packed.unpack()
+            rows: DraftRows = packed_rows.unpack()
+            drafting = jnp.minimum(rows.drafting, num_rows - 1)
+            drafts, num_drafts = propose(
+                store.tokens[drafting], store.num_tokens[drafting], num_drafts=max_drafts
+            )
+            speculates = rows.engine_row < num_rows
+            engine_row = jnp.minimum(rows.engine_row, num_rows - 1)
+            last = store.num_tokens[engine_row] - 1
+            is_draft = rows.offset > 0
+            tokens = jnp.where(
+                is_draft,
+                drafts[rows.request, jnp.maximum(rows.offset - 1, 0)],
+                store.tokens[engine_row, last],
+            )
+            is_live = ~is_draft | (rows.offset <= num_drafts[rows.request])
+            # Of each request that speculates, row r of the step has token r alone.
+            first = slice(len(rows.offset))
+            meta = place_rows(
+                inputs.meta,
+                jnp.where(speculates, last + rows.offset, -1),
+                is_live,
+                block_size=block_size,
+                num_slots=num_slots,
+            )
+            placed = replace(
+                inputs,
+                tokens=inputs.tokens.at[first].set(
+                    jnp.where(speculates, jnp.where(is_live, tokens, 0), inputs.tokens[first])
+                ),
+                meta=meta,
+            )
+            return packed.replaced(placed), PlacedRows(rows, tokens, is_live, meta.seq_lens)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def accept_drafts(
+            store: TokenStore,
+            last_tokens: LastTokens,
+            placed: PlacedRows,
+            drawn: Int32[Array, " rows"],
+            sampled: Int32[Array, " a"] | None,
+            indices: Int32[Array, " a"] | None,
+        ) -> tuple[TokenStore, LastTokens, Verified]:
+            if sampled is not None:
+                drawn = drawn.at[indices].set(sampled, mode="drop")
+            engine_row, offset = placed.rows.engine_row, placed.rows.offset
+            before = jnp.concatenate([drawn[:1], drawn[:-1]])
+            is_hit = placed.is_live & (placed.tokens == before)
+            misses = jnp.cumsum((offset > 0) & ~is_hit)
+            is_accepted = misses == misses[jnp.arange(len(offset)) - offset]
+            continues = jnp.concatenate([is_accepted[1:] & (offset[1:] > 0), jnp.array([False])])
+            kept = jnp.where(is_accepted, engine_row, num_rows)
+            last = jnp.where(is_accepted & ~continues, engine_row, num_rows)
+            positions = store.num_tokens.at[engine_row].get(mode="clip") + offset
+            store = TokenStore(
+                store.tokens.at[kept, positions].set(drawn, mode="drop"),
+                store.num_tokens.at[kept].add(1, mode="drop"),
+            )
+            last_tokens = last_tokens.at[last].set(drawn, mode="drop")
+            padding = (0, max_num_rows - len(offset))
+            columns = (drawn, is_accepted, placed.is_live)
+            return store, last_tokens, Verified(*(jnp.pad(column, padding) for column in columns))
+
+        self._start = Program("starting to speculate", start_request, log)
+        self._place = Program("placing drafts", place_drafts, log)
+        self._accept = Program("accepting drafts", accept_drafts, log)
+
+    def start(self, part: ScheduledRequest, last_tokens: LastTokens) -> None:
+        """Stores the tokens of a request whose step is the first to speculate."""
+        self._start_row(part.row, part.known_token_ids, part.num_unknown_tokens, last_tokens)
+
+    def place(self, plan: StepPlan, bucket: Bucket, packed: Packed) -> tuple[Packed, PlacedRows]:
+        """Fills the inputs of the rows that speculate, without waiting for the device.
+
+        Args:
+          plan: the plan of the step.
+          bucket: holds the plan.
+          packed: the packed `StepInputs` of the plan.
+
+        Returns:
+          (the packed inputs, what `accept` needs).
+        """
+        rows = pack(_draft_rows(plan, bucket.num_rows, num_engine_rows=self._num_rows))
+        return self._place(self._store, packed, rows, shapes=bucket)
+
+    def accept(
+        self,
+        placed: PlacedRows,
+        most_likely: Int32[Array, " rows"],
+        sampled: Int32[Array, " a"] | None,
+        indices: Sequence[int],
+        last_tokens: LastTokens,
+    ) -> tuple[LastTokens, Verified]:
+        """Verifies the drafts of a step, without waiting for the device.
+
+        Args:
+          placed: returned by `place`.
+          most_likely: i32[R], the most likely token of each row.
+          sampled: i32[A], the tokens that replace it in the rows ``indices``, then padding; None if
+            there are none.
+          indices: indices in [0, R) of the first entries of ``sampled``.
+          last_tokens: i32[S], the last token of each engine row; donated.
+
+        Returns:
+          (the last tokens including the new ones, the outcome).
+        """
+        padded = None
+        num_rows, shapes = len(most_likely), f"{len(most_likely)} rows"
+        if sampled is not None:
+            padded = np.full(len(sampled), num_rows, np.int32)
+            padded[: len(indices)] = indices
+            shapes += f", {len(sampled)} sampled"
+        self._store, last_tokens, verified = self._accept(
+            self._store, last_tokens, placed, most_likely, sampled, padded, shapes=shapes
+        )
+        return last_tokens, verified
+
+    def warm_ups(
+        self, step_sizes: Iterable[int], sampled_sizes: Sequence[int]
+    ) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Yields the name of each program but `place` and a function that compiles it by running it.
+
+        Args:
+          step_sizes: the numbers of rows that a step may have.
+          sampled_sizes: the numbers of rows that the sampler may have, ascending.
+        """
+        for size in self._start_sizes:
+            name = f"starting to speculate with {size} tokens"
+            yield name, functools.partial(self._start_row, self._num_rows, [0] * size, 0, None)
+        for step_size in sorted(step_sizes):
+            yield f"drafts in {step_size} rows", functools.partial(self._warm_up, step_size, None)
+            for size in sampled_sizes:
+                name = f"drafts in {step_size} rows, {size} sampled"
+                yield name, functools.partial(self._warm_up, step_size, size)
+                if size >= step_size:
+                    break
+
+    def _start_row(
+        self, row: int, known: Sequence[int], num_unknown: int, last_tokens: LastTokens | None
+    ) -> None:
+        """Stores the tokens of an engine row; row S stores nothing."""
+        if last_tokens is None:
+            last_tokens = self._no_tokens()
+        size = next(size for size in self._start_sizes if size >= len(known))
+        tokens = np.zeros(size, np.int32)
+        tokens[: len(known)] = known
+        numbers = (np.array(number, np.int32) for number in (row, len(known), num_unknown))
+        packed = pack((tokens, *numbers))
+        self._store = self._start(self._store, last_tokens, packed, shapes=f"{size} tokens")
+
+    def _warm_up(self, num_rows: int, num_sampled: int | None) -> Verified:
+        rows = _draft_rows(StepPlan(-1, ()), num_rows, num_engine_rows=self._num_rows)
+        nothing = jnp.zeros(num_rows, jnp.int32)
+        placed = PlacedRows(
+            jax.tree.map(jnp.asarray, rows), nothing, jnp.zeros(num_rows, bool), nothing
+        )
+        sampled = None if num_sampled is None else jnp.zeros(num_sampled, jnp.int32)
+        return self.accept(placed, nothing, sampled, (), self._no_tokens())[1]
+
+    def _no_tokens(self) -> LastTokens:
+        return jnp.zeros(self._num_rows, jnp.int32)
+
+
+def place_rows(
+    meta: AttentionMeta,
+    positions: Int32[Array, " rows"],
+    is_live: Bool[Array, " rows"],
+    *,
+    block_size: int,
+    num_slots: int,
+) -> AttentionMeta:
+    """Moves the only token of some rows to another position of their request.
+
+    Args:
+      meta: of a step. The block tables cover the positions.
+      positions: i32[R], for each row to move; -1 for the others.
+      is_live: bool[R]. A row to move that is not live writes nothing; it reads position 0.
+      block_size, num_slots: of the cache.
+    """
+    moves = positions >= 0
+    is_written = moves & is_live
+    positions = jnp.where(is_written, positions, 0)
+    num_rows = len(positions)
+    block = meta.block_tables[jnp.arange(num_rows), positions // block_size]
+    slots = jnp.where(is_written, block * block_size + positions % block_size, num_slots)
+    # These rows come first and have one token each, so row r has token r.
+    first = slice(num_rows)
+    return replace(
+        meta,
+        positions=meta.positions.at[first].set(jnp.where(moves, positions, meta.positions[first])),
+        slots=meta.slots.at[first].set(jnp.where(moves, slots, meta.slots[first])),
+        seq_lens=jnp.where(moves, positions + 1, meta.seq_lens),
+    )
+
+
+def _draft_rows(plan: StepPlan, num_rows: int, *, num_engine_rows: int) -> DraftRows:
+    """Returns the rows of a plan that speculate, as numpy arrays padded to ``num_rows``."""
+    engine_row = np.full(num_rows, num_engine_rows, np.int32)
+    offset = np.zeros(num_rows, np.int32)
+    request = np.zeros(num_rows, np.int32)
+    drafting = np.full(max(1, num_rows // 2), num_engine_rows, np.int32)
+    row = num_drafting = 0
+    for part in plan.scheduled:
+        end = row + part.num_rows
+        if part.speculates:
+            engine_row[row:end] = part.row
+            offset[row:end] = np.arange(part.num_rows)
+        if part.num_drafts:
+            request[row:end] = num_drafting
+            drafting[num_drafting] = part.row
+            num_drafting += 1
+        row = end
+    arrays: dict[str, Any] = {
+        "engine_row": engine_row,
+        "offset": offset,
+        "drafting": drafting,
+        "request": request,
+    }
+    return DraftRows(**arrays)

@@ -143,7 +143,7 @@ def compile_step(
     spec = spec_of(case.model, num_layers=num_layers)
     bind, params = abstract_params(spec, DTYPE)
     per_block = BLOCK_SIZE * bytes_per_token(
-        num_layers=spec.num_layers,
+        num_layers=spec.cache_layout.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=DTYPE,
@@ -157,6 +157,7 @@ def compile_step(
         table_width=NARROW_TABLE,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
+        num_groups=len(spec.cache_layout.windows),
     )
     bucket = Bucket(case.num_tokens, case.num_rows, NARROW_TABLE)
     inputs = batch.build(StepPlan(step_id=-1, scheduled=()), bucket)

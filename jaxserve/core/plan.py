@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -24,6 +24,7 @@ class Sizes:
       max_num_batched_tokens: the most tokens in one step.
       max_drafts: the most draft tokens of a request in one step; 0 without speculation.
       decisions: the sizes of the context and the KV cache with reasons, shown to the user.
+      windows: the window of each group of layers in the KV cache; see `CacheGroups`.
     """
 
     max_model_len: int
@@ -33,6 +34,7 @@ class Sizes:
     max_num_batched_tokens: int
     max_drafts: int = 0
     decisions: tuple[Decision, ...] = ()
+    windows: tuple[int | None, ...] = (None,)
 
     @property
     def max_num_rows(self) -> int:
@@ -66,6 +68,21 @@ class Constraint(Protocol):
         ...
 
 
+class TableUpdate(NamedTuple):
+    """New entries of a block table.
+
+    Attributes:
+      group: the group of layers whose block table changes.
+      start: index of the first entry in the table.
+      block_ids: the blocks of the entries in order: blocks that are appended to the table, or only
+        zeros in place of blocks that were given back.
+    """
+
+    group: int
+    start: int
+    block_ids: Sequence[int]
+
+
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """The tokens of one request in one step: positions ``[start, start + num_tokens)``.
 
@@ -90,8 +107,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
       token_ids: the token IDs at these positions. Empty if the host does not know the only token
         yet: the device has it, as the token that this row sampled last. Empty if the request
         speculates.
-      block_offset: index of the first of ``new_block_ids`` in the block table of the row.
-      new_block_ids: blocks to append to the block table of the row, in order.
+      table_updates: changes of the block tables of the row since its last step; often none.
       samples: whether these are the last tokens so far, so that this step samples the token at
         position ``start + num_tokens``.
       params: the sampling parameters of the request; ``seed`` is set.
@@ -115,8 +131,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     start: int
     num_tokens: int
     token_ids: Sequence[int]
-    block_offset: int
-    new_block_ids: Sequence[int]
+    table_updates: Sequence[TableUpdate]
     samples: bool
     params: SamplingParams
     eos_token_id: int | None

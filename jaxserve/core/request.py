@@ -57,7 +57,8 @@ class Request:
       num_unknown_tokens: tokens after ``token_ids`` that steps in flight are sampling.
       num_drafts_in_flight: how many of them are sampled only if a draft is accepted.
       row: the engine row while the request runs, else None.
-      block_ids: the block table: blocks of the KV cache in the order of their positions.
+      block_tables: one for each group of layers: blocks of the KV cache in the order of their
+        positions, 0 for a block that was given back. Empty unless the request runs.
       scheduled_s: when the request was first admitted, on the clock of ``arrival_s``; None before.
       constraint: restricts the output, or None.
       prompt_logprobs: one entry per prompt token scored so far; entry 0 is None, since nothing
@@ -84,7 +85,7 @@ class Request:
     num_unknown_tokens: int = 0
     num_drafts_in_flight: int = 0
     row: int | None = None
-    block_ids: list[int] = field(default_factory=list[int])
+    block_tables: list[list[int]] = field(default_factory=list[list[int]])
     scheduled_s: float | None = None
     constraint: Constraint | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -107,7 +108,7 @@ class Request:
         Args:
           submit: the request, validated by the front.
           order: place in the order of arrival at this engine, from 0.
-          context_length: the most tokens that the request can have; see `context_length`.
+          context_length: the most tokens that the request can have.
           constraint: restricts the output, or None.
           speculates: whether the engine does.
         """
@@ -142,6 +143,11 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens so far, including those that only the device knows."""
         return len(self.token_ids) + self.num_unknown_tokens
+
+    @property
+    def least_computed_tokens(self) -> int:
+        """The computed tokens if all drafts in flight are rejected."""
+        return self.num_computed_tokens - self.num_drafts_in_flight
 
     @property
     def num_output_tokens(self) -> int:
@@ -226,22 +232,7 @@ def _can_speculate(params: SamplingParams, constraint: Constraint | None) -> boo
     )
 
 
-def context_length(*, max_model_len: int, num_blocks: int, block_size: int) -> int:
-    """Returns the most tokens that one request can have, prompt and output together.
-
-    The KV cache is the limit if it is smaller than the context of the model.
-    """
-    return min(max_model_len, (num_blocks - 1) * block_size)
-
-
-def check_length(
-    num_prompt_tokens: int,
-    max_tokens: int | None,
-    *,
-    max_model_len: int,
-    num_blocks: int,
-    block_size: int,
-) -> None:
+def check_length(num_prompt_tokens: int, max_tokens: int | None, *, max_model_len: int) -> None:
     """Raises unless a request can run to its end on an otherwise empty engine.
 
     The front and the engine share this function, so a client gets the same message from both.
@@ -250,38 +241,32 @@ def check_length(
       num_prompt_tokens: tokens of the prompt.
       max_tokens: requested output tokens; None for the rest of the context, 0 for a pooling
         request.
-      max_model_len, num_blocks, block_size: as in `messages.Ready`; ``num_blocks`` counts block 0.
+      max_model_len: the most tokens of one request. A request of this length fits the KV cache.
 
     Raises:
       InvalidRequestError: the prompt is empty.
-      ContextLengthError: prompt and output do not fit the context, or the KV cache if that is
-        smaller. ``param`` is "prompt" if the prompt alone is too long, or leaves no room for the
-        first output token; else "max_tokens".
+      ContextLengthError: prompt and output do not fit the context. ``param`` is "prompt" if the
+        prompt alone is too long, or leaves no room for the first output token; else "max_tokens".
     """
     if num_prompt_tokens < 1:
         raise InvalidRequestError("the prompt is empty; expected at least 1 token", param="prompt")
-    context = context_length(
-        max_model_len=max_model_len, num_blocks=num_blocks, block_size=block_size
-    )
-    limit = f"the maximum context length is {context} tokens"
-    if context < max_model_len:
-        limit += f" (the KV cache has {num_blocks - 1} blocks of {block_size} tokens)"
+    limit = f"the maximum context length is {max_model_len} tokens"
     if max_tokens == 0:
-        if num_prompt_tokens > context:
+        if num_prompt_tokens > max_model_len:
             raise ContextLengthError(
                 f"{limit}, but the prompt has {num_prompt_tokens} tokens", param="prompt"
             )
         return
-    if num_prompt_tokens + 1 > context:
+    if num_prompt_tokens + 1 > max_model_len:
         raise ContextLengthError(
             f"{limit}, but the prompt has {num_prompt_tokens} tokens, which leaves no room for "
-            f"the output; shorten the prompt to at most {context - 1} tokens",
+            f"the output; shorten the prompt to at most {max_model_len - 1} tokens",
             param="prompt",
         )
-    if max_tokens is not None and num_prompt_tokens + max_tokens > context:
+    if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
         raise ContextLengthError(
             f"{limit}, but {num_prompt_tokens + max_tokens} were requested ({num_prompt_tokens} "
             f"in the prompt, {max_tokens} for the output); shorten the prompt or ask for at most "
-            f"{context - num_prompt_tokens} tokens",
+            f"{max_model_len - num_prompt_tokens} tokens",
             param="max_tokens",
         )

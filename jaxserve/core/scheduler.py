@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 from jaxserve.core.block_pool import BlockPool
+from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.draft_planner import DraftPlanner
 from jaxserve.core.kv_cache_manager import KVCacheManager
 from jaxserve.core.outputs import (
@@ -16,9 +17,9 @@ from jaxserve.core.outputs import (
     append_tokens,
     pooling_output,
 )
-from jaxserve.core.plan import Constraint, StepPlan, StepResult
+from jaxserve.core.plan import Constraint, StepPlan, StepResult, TableUpdate
 from jaxserve.core.policy import POLICIES
-from jaxserve.core.request import Request, Status, check_length, context_length
+from jaxserve.core.request import Request, Status, check_length
 from jaxserve.core.speculation import Speculation
 from jaxserve.core.step_draft import StepDraft
 from jaxserve.errors import ConfigError, InvalidRequestError
@@ -37,8 +38,10 @@ class Scheduler:
       max_num_seqs: the most requests that run at the same time; the number of rows.
       max_num_batched_tokens: the most tokens in one step; at least ``max_num_seqs``, so that every
         running request with one token to compute is in every step.
-      max_model_len: the most tokens of one request, prompt and output together.
+      max_model_len: the most tokens of one request, prompt and output together. A request of this
+        length fits the KV cache.
       num_blocks, block_size: the KV cache; block 0 is never used.
+      windows: the window of each group of layers in the KV cache; see `CacheGroups`.
       policy: a name in `policy.POLICIES`.
       speculation: how requests get draft tokens; None: they get none.
 
@@ -54,6 +57,7 @@ class Scheduler:
         max_model_len: int,
         num_blocks: int,
         block_size: int,
+        windows: tuple[int | None, ...] = (None,),
         policy: str = "fcfs",
         speculation: Speculation | None = None,
     ) -> None:
@@ -61,12 +65,11 @@ class Scheduler:
         if policy not in POLICIES:
             raise ConfigError(f"--policy must be one of {', '.join(POLICIES)}, got {policy!r}")
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._sizes = {
-            "max_model_len": max_model_len,
-            "num_blocks": num_blocks,
-            "block_size": block_size,
-        }
-        self._kv = KVCacheManager(BlockPool(num_blocks), block_size)
+        self._max_model_len = max_model_len
+        max_drafts = 0 if speculation is None else speculation.max_drafts
+        groups = CacheGroups(windows, block_size, max_num_batched_tokens + max_drafts)
+        assert groups.most_blocks(max_model_len) < num_blocks, "the context exceeds the KV cache"
+        self._kv = KVCacheManager(BlockPool(num_blocks), groups)
         self._key = POLICIES[policy]
         self._drafts = DraftPlanner(speculation)
         self._speculates = speculation is not None
@@ -117,11 +120,13 @@ class Scheduler:
                 f"request ID {submit.request_id!r} is in use by another request", param="request_id"
             )
         num_prompt_tokens = len(submit.prompt_token_ids) - submit.num_prior_tokens
-        check_length(num_prompt_tokens, submit.params.most_tokens, **self._sizes)
+        check_length(
+            num_prompt_tokens, submit.params.most_tokens, max_model_len=self._max_model_len
+        )
         request = Request.from_submit(
             submit,
             order=next(self._arrivals),
-            context_length=context_length(**self._sizes),
+            context_length=self._max_model_len,
             constraint=constraint,
             speculates=self._speculates,
         )
@@ -193,7 +198,7 @@ class Scheduler:
         assert all(r.status is Status.WAITING and r.row is None for r in self._waiting)
         assert all(r.status is Status.RUNNING for r in self._running)
         assert {r.id for r in self._waiting + self._running} == self._requests.keys()
-        assert not any(r.block_ids for r in self._waiting), "a waiting request holds blocks"
+        assert not any(r.block_tables for r in self._waiting), "a waiting request holds blocks"
         rows = [r.row for r in self._running if r.row is not None]
         assert len(rows) == len(self._running), "a running request has no row"
         assert sorted(rows + self._free_rows) == list(range(self._num_rows))
@@ -217,8 +222,9 @@ class Scheduler:
         """Adds the running requests to the step; returns whether one was preempted.
 
         Requests with one token to compute go first; each runs in every step, unless it is preempted
-        or the tokens in flight may reach its length limit. Unfinished prompts share the rest of the budget; their
-        blocks were allocated at admission.
+        or the tokens in flight may reach its length limit. Unfinished prompts share the rest of the
+        budget; their blocks were allocated at admission, and move on with the window in windowed
+        groups.
         """
         total_preemptions = self._total_preemptions
         num_drafts = self._drafts.plan(
@@ -237,30 +243,32 @@ class Scheduler:
                 break
             num_tokens = request.num_tokens - request.num_computed_tokens
             if num_tokens > 1:
-                draft.add(request, min(num_tokens, draft.budget), ())
+                updates = self._kv.allocate(request, request.num_tokens)
+                assert updates is not None, "an admitted prompt lacks a block"
+                draft.add(request, min(num_tokens, draft.budget), updates)
         return self._total_preemptions > total_preemptions
 
     def _add_last_token(self, draft: StepDraft, request: Request, num_drafts: int) -> None:
         """Adds the last token of a running request, with drafts if they fit in free blocks."""
-        new_block_ids = None
+        updates = None
         if num_drafts:
-            new_block_ids = self._kv.allocate(request, request.num_tokens + num_drafts)
-        if new_block_ids is None:
+            updates = self._kv.allocate(request, request.num_tokens + num_drafts)
+        if updates is None:
             num_drafts = 0
-            new_block_ids = self._allocate_or_preempt(request)
-        if new_block_ids is None:
+            updates = self._allocate_or_preempt(request)
+        if updates is None:
             return
         if num_drafts or request.num_drafts_in_flight:
-            draft.add_speculating(request, num_drafts, new_block_ids)
+            draft.add_speculating(request, num_drafts, updates)
         else:
-            draft.add(request, 1, new_block_ids)
+            draft.add(request, 1, updates)
 
-    def _allocate_or_preempt(self, request: Request) -> Sequence[int] | None:
+    def _allocate_or_preempt(self, request: Request) -> Sequence[TableUpdate] | None:
         """Allocates blocks for all tokens of a running request, preempting others if necessary.
 
-        Returns the new blocks, or None if the request itself was preempted.
+        Returns the changes of its block tables, or None if the request itself was preempted.
         """
-        while (new_block_ids := self._kv.allocate(request, request.num_tokens)) is None:
+        while (updates := self._kv.allocate(request, request.num_tokens)) is None:
             victim = self._running.pop()
             self._release(victim)
             victim.status = Status.WAITING
@@ -269,7 +277,7 @@ class Scheduler:
             self._total_preemptions += 1
             if victim is request:
                 return None
-        return new_block_ids
+        return updates
 
     def _admit(self, draft: StepDraft, now: float) -> None:
         """Admits waiting requests to the step, in order, while tokens, rows and blocks are left."""
@@ -279,10 +287,10 @@ class Scheduler:
                 # Preempted while its last token is in flight. The token is an input of the next
                 # prefill, so it must be known first.
                 return
-            # Allocates all blocks at once. With fewer, running requests could take the blocks that
-            # the rest of the prompt needs, and preempt it halfway.
-            new_block_ids = self._kv.allocate(request, request.num_tokens)
-            if new_block_ids is None:
+            # Allocates all blocks that the prompt will hold at once. With fewer, running requests
+            # could take the blocks that the rest of the prompt needs, and preempt it halfway.
+            updates = self._kv.allocate(request, request.num_tokens)
+            if updates is None:
                 return
             del self._waiting[0]
             insort(self._running, request, key=self._key)
@@ -290,7 +298,7 @@ class Scheduler:
             request.row = heapq.heappop(self._free_rows)
             if request.scheduled_s is None:
                 request.scheduled_s = now
-            draft.add(request, min(request.num_tokens, draft.budget), new_block_ids, is_new=True)
+            draft.add(request, min(request.num_tokens, draft.budget), updates, is_new=True)
 
     def _end(self, request: Request) -> None:
         """Ends a request. A running one stays in `_running` until `_drop_ended_from_running`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.core.plan import ScheduledRequest, StepPlan
+from jaxserve.core.plan import ScheduledRequest, StepPlan, TableUpdate
 from jaxserve.core.request import Request
 
 
@@ -33,13 +33,13 @@ class StepDraft:
         self,
         request: Request,
         num_tokens: int,
-        new_block_ids: Sequence[int],
+        table_updates: Sequence[TableUpdate],
         *,
         is_new: bool = False,
     ) -> None:
         """Adds the next ``num_tokens`` tokens of a running request.
 
-        ``new_block_ids`` have just been appended to the request's block table. ``is_new`` tells
+        ``table_updates`` are the changes of its block tables since its last step. ``is_new`` tells
         whether the request has just been admitted.
         """
         assert request.row is not None
@@ -55,8 +55,7 @@ class StepDraft:
             start=start,
             num_tokens=num_tokens,
             token_ids=request.token_ids[start:end],
-            block_offset=len(request.block_ids) - len(new_block_ids),
-            new_block_ids=new_block_ids,
+            table_updates=table_updates,
             samples=samples,
             params=request.params,
             eos_token_id=request.eos_token_id,
@@ -72,11 +71,11 @@ class StepDraft:
         (self._one_token if num_tokens == 1 else self._longer).append((request, scheduled))
 
     def add_speculating(
-        self, request: Request, num_drafts: int, new_block_ids: Sequence[int]
+        self, request: Request, num_drafts: int, table_updates: Sequence[TableUpdate]
     ) -> None:
         """Adds the last token of a running request and up to ``num_drafts`` drafts after it.
 
-        The block table must cover all of them. ``new_block_ids``: as for `add`.
+        The block tables must cover all of them. ``table_updates``: as for `add`.
         """
         assert request.row is not None
         start, num_tokens = request.num_computed_tokens, 1 + num_drafts
@@ -88,8 +87,7 @@ class StepDraft:
             start=start,
             num_tokens=num_tokens,
             token_ids=(),
-            block_offset=len(request.block_ids) - len(new_block_ids),
-            new_block_ids=new_block_ids,
+            table_updates=table_updates,
             samples=True,
             params=request.params,
             eos_token_id=request.eos_token_id,

@@ -205,6 +205,7 @@ def assemble(
         max_model_len=sizes.max_model_len,
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
+        windows=sizes.windows,
         policy=config.scheduler.policy,
     )
     ready = Ready(

@@ -184,15 +184,20 @@ def _allocate(
     # of the GPU's memory, which is this part of the pool.
     pool_part = config.cache.memory_fraction / config.cache.pool_fraction
     device = current_device(pool_part=pool_part)
+    layout = spec.cache_layout
     shape = {
-        "num_layers": spec.num_layers,
+        "num_layers": layout.num_layers,
         "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "dtype": dtype,
     }
     bytes_per_token = kv_cache.bytes_per_token(**shape)
     sizes = resolve_sizes(
-        config, device, context_length=spec.context_length, bytes_per_token=bytes_per_token
+        config,
+        device,
+        context_length=spec.context_length,
+        bytes_per_token=bytes_per_token,
+        windows=layout.windows,
     )
     total = bytes_per_token * sizes.block_size * sizes.num_blocks
     phase.update(0, total, f"{total / GIB:.2f} GiB in {dtype}")

@@ -7,6 +7,7 @@ left for the KV cache is known.
 from __future__ import annotations
 
 from jaxserve.config import MIB, CacheConfig, EngineConfig, ModelConfig
+from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.plan import Sizes
 from jaxserve.device import Device
 from jaxserve.errors import ConfigError
@@ -40,6 +41,7 @@ def resolve_sizes(
     *,
     context_length: int,
     bytes_per_token: int,
+    windows: tuple[int | None, ...] = (None,),
 ) -> Sizes:
     """Resolves every size that the config leaves open.
 
@@ -47,7 +49,8 @@ def resolve_sizes(
       config: what the user asked for.
       device: ``free_bytes`` must be read after the weights are in place.
       context_length: the longest context that the model was trained for, in tokens.
-      bytes_per_token: bytes of the KV cache for one token over all layers.
+      bytes_per_token: bytes of the KV cache for one token in one group of layers.
+      windows: the window of each group of layers; see `CacheGroups`.
 
     Raises:
       ConfigError: a size is not positive, or what the user asked for does not fit. The message
@@ -63,37 +66,41 @@ def resolve_sizes(
     wanted_len = asked_len or context_length
     max_num_seqs, max_num_batched_tokens = _step_sizes(config, device)
     block_bytes = bytes_per_token * cache.block_size
+    groups = CacheGroups(windows, cache.block_size, max_num_batched_tokens)
     if cache.num_blocks is not None:
         num_blocks, why = cache.num_blocks, "as asked"
     else:
-        budget, why = _cache_budget(cache, device, wanted_len * bytes_per_token)
-        useful = max_num_seqs * _blocks_for(wanted_len, cache.block_size)
-        num_blocks = min(budget // block_bytes, useful) + 1  # block 0 is never used
-    largest = (num_blocks - 1) * cache.block_size
-    if largest < 1:
+        needed = groups.most_blocks(wanted_len)
+        budget, why = _cache_budget(cache, device, needed * block_bytes)
+        num_blocks = min(budget // block_bytes, max_num_seqs * needed) + 1  # block 0 is never used
+    max_model_len = groups.longest(num_blocks - 1, wanted_len)
+    if max_model_len < 1:
         raise ConfigError(
-            f"there is no memory for a KV cache: one block takes {block_bytes / MIB:.1f} MiB, "
+            f"there is no memory for a KV cache: a request needs {groups.most_blocks(1)} blocks "
+            f"of {block_bytes / MIB:.1f} MiB, and the cache has {num_blocks - 1} ({why}); "
             f"{device.free_bytes / MIB:.0f} MiB are free"
         )
-    if asked_len is not None and asked_len > largest:
+    if asked_len is not None and asked_len > max_model_len:
         raise ConfigError(
             f"--max-model-len {asked_len} does not fit the KV cache of {num_blocks} blocks "
-            f"({why}); the largest that fits is {largest}"
+            f"({why}); the largest that fits is {max_model_len}"
         )
-    max_model_len = min(wanted_len, largest)
     if asked_len:
         why_len = "as asked"
     elif max_model_len == context_length:
         why_len = "the model's own"
     else:
         why_len = f"reduced from the model's {context_length} to fit the KV cache"
-    full = (num_blocks - 1) // _blocks_for(max_model_len, cache.block_size)
+    each = groups.most_blocks(max_model_len)
+    positions = -(-max_model_len // cache.block_size) * cache.block_size
     decisions = (
         Decision("context", f"{max_model_len} tokens", why_len),
         Decision(
             "KV cache",
-            f"{num_blocks} blocks = {largest} tokens = {full} full-length requests",
-            f"{num_blocks * block_bytes / MIB:.0f} MiB, {why}",
+            f"{num_blocks} blocks = {(num_blocks - 1) * positions // each} tokens = "
+            f"{(num_blocks - 1) // each} full-length requests",
+            f"{num_blocks * block_bytes / MIB:.0f} MiB, {why}"
+            + (f"; {len(windows)} groups of layers" if len(windows) > 1 else ""),
         ),
     )
     return Sizes(
@@ -103,6 +110,7 @@ def resolve_sizes(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         decisions=decisions,
+        windows=windows,
     )
 
 
@@ -156,7 +164,3 @@ def _check_positive(config: EngineConfig) -> None:
         raise ConfigError(
             f"--memory-fraction must be in (0, 1], got {config.cache.memory_fraction}"
         )
-
-
-def _blocks_for(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)

@@ -129,13 +129,7 @@ def _check_prompt(request: GenerateRequest, i: int, model: ServedModel) -> None:
     field, prompt_ids, ready = request.prompt_field, request.prompts[i], model.ready
     path = field if len(request.prompts) == 1 else f"{field}[{i}]"
     try:
-        check_length(
-            len(prompt_ids),
-            request.params.most_tokens,
-            max_model_len=ready.max_model_len,
-            num_blocks=ready.num_blocks,
-            block_size=ready.block_size,
-        )
+        check_length(len(prompt_ids), request.params.most_tokens, max_model_len=ready.max_model_len)
         check_ids(prompt_ids, ready.vocab_size, param=path)
     except InvalidRequestError as error:
         which = "" if path in (field, error.param) else f"{path}: "

@@ -15,7 +15,6 @@ from typing import Any
 from jaxserve import __version__
 from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
 from jaxserve.config import ModelConfig
-from jaxserve.core.request import context_length
 from jaxserve.errors import ConfigError, UnknownModelError
 from jaxserve.front.generation_defaults import GenerationDefaults
 from jaxserve.ipc.messages import Ready
@@ -146,14 +145,10 @@ class ServedModel:
         """Width of the logits."""
         return self.ready.vocab_size
 
-    @functools.cached_property
+    @property
     def max_model_len(self) -> int:
         """The most tokens, prompt and completion together, that one request can have."""
-        return context_length(
-            max_model_len=self.ready.max_model_len,
-            num_blocks=self.ready.num_blocks,
-            block_size=self.ready.block_size,
-        )
+        return self.ready.max_model_len
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -34,9 +34,9 @@ class LayerContext(NamedTuple):
     """The inputs of a step that one layer needs.
 
     Attributes:
-      meta: maps each token to its request and to its slot in the cache.
+      meta: maps each token to its request and to its slot in the group of the layer.
       attention: the backend that writes and reads the cache.
-      index: the layer of the cache that belongs to this layer, in [0, L).
+      index: the layer of the cache that belongs to this layer, in [0, L); see `CacheLayout`.
       window: a query sees the latest ``window`` positions, its own included; None: all. An array
         i32[] inside a loop over layers with different windows, where `NO_WINDOW` means all.
       cos, sin: f32[T, H / 2], the rotation of each token.

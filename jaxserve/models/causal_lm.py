@@ -18,7 +18,7 @@ from jaxserve.checkpoint.gguf_config import GGUFNames
 from jaxserve.checkpoint.mapping import Rule
 from jaxserve.models.blocks import Embed, Hidden, Layer, LayerContext, RMSNorm
 from jaxserve.models.spec import ModelSpec
-from jaxserve.ops.attention import NO_WINDOW, AttentionBackend, AttentionMeta, KVCache
+from jaxserve.ops.attention import NO_WINDOW, AttentionBackend, KVCache, StepMeta
 from jaxserve.ops.rope import cos_sin
 
 Loop = Literal["scan", "unroll"]
@@ -78,7 +78,7 @@ class CausalLM(nnx.Module):
         self,
         tokens: Int32[Array, " tokens"],
         kv: KVCache,
-        meta: AttentionMeta,
+        meta: StepMeta,
         *,
         attention: AttentionBackend,
     ) -> tuple[Hidden, KVCache]:
@@ -87,7 +87,7 @@ class CausalLM(nnx.Module):
         Args:
           tokens: i32[T], in [0, V).
           kv: the cache; donate it, so that it is written in place.
-          meta: maps each token to its request and to its slot in the cache.
+          meta: maps each token to its request and to its slots in the cache.
           attention: the backend that writes and reads the cache.
 
         Returns:
@@ -98,11 +98,13 @@ class CausalLM(nnx.Module):
             rotations = [cos_sin(meta.positions, rope) for rope in self.spec.ropes]
         if self.loop == "scan":
             return self._scan(x, kv, meta, attention, rotations)
-        layers = zip(cast(nnx.List, self.layers), self.spec.layers, strict=True)
-        for index, (layer, facts) in enumerate(layers):
+        layout = self.spec.cache_layout
+        metas = [meta.of(group) for group in range(len(layout.windows))]
+        layers = zip(cast(nnx.List, self.layers), self.spec.layers, layout.places, strict=True)
+        for number, (layer, facts, (group, index)) in enumerate(layers):
             rotation = rotations[self.spec.ropes.index(facts.rope)]
-            step = LayerContext(meta, attention, index, facts.window, *rotation)
-            with jax.named_scope(f"layer_{index}"):
+            step = LayerContext(metas[group], attention, index, facts.window, *rotation)
+            with jax.named_scope(f"layer_{number}"):
                 x, kv = layer(x, kv, step)
         return x, kv
 
@@ -119,14 +121,17 @@ class CausalLM(nnx.Module):
         self,
         x: Hidden,
         kv: KVCache,
-        meta: AttentionMeta,
+        meta: StepMeta,
         attention: AttentionBackend,
         rotations: list[tuple[jax.Array, jax.Array]],
     ) -> tuple[Hidden, KVCache]:
         """Runs the layers in a loop. The facts in which they differ are arrays [L]."""
         graphdef, weights = nnx.split(self.layers)
-        windows, ropes = self.spec.windows, self.spec.ropes
-        varying: dict[str, jax.Array] = {"index": jnp.arange(self.spec.num_layers)}
+        windows, ropes, layout = self.spec.windows, self.spec.ropes, self.spec.cache_layout
+        groups, indices = zip(*layout.places, strict=True)
+        varying: dict[str, jax.Array] = {"index": jnp.array(indices)}
+        if len(layout.windows) > 1:
+            varying["group"] = jnp.array(groups)
         if len(set(windows)) > 1:
             assert attention.array_windows, f"{attention.name} needs unrolled layers"
             varying["window"] = jnp.array([NO_WINDOW if w is None else w for w in windows])
@@ -141,7 +146,8 @@ class CausalLM(nnx.Module):
             layer = cast(Layer, nnx.merge(graphdef, weights))
             cos, sin = (parts[facts.get("rope", 0)] for parts in stacked_rotations)
             window = facts.get("window", windows[0])
-            step = LayerContext(meta, attention, facts["index"], window, cos, sin)
+            own = meta.of(facts.get("group", 0))
+            step = LayerContext(own, attention, facts["index"], window, cos, sin)
             with jax.named_scope("layer"):
                 return layer(x, kv, step), None
 

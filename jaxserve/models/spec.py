@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve.models.cache_layout import CacheLayout
 from jaxserve.ops.rope import Rope
 
 
@@ -52,6 +53,11 @@ class ModelSpec:
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer."""
         return tuple(layer.window for layer in self.layers)
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """Where the layers keep their keys and values. A family may override it."""
+        return CacheLayout.of(self.windows)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

@@ -4,8 +4,8 @@ A backend is two pure functions, `write` and `attend`. `select` chooses a backen
 compiled step closes over it. To add a backend, write the two functions and add a line to
 `BACKENDS`.
 
-Dimensions: T tokens of a step, R rows of its block tables, W width of the tables, L layers, B
-blocks, S block_size, N query heads, K key-value heads, H head_dim.
+Dimensions: T tokens of a step, R rows of its block tables, W width of the tables, G groups of
+layers, L layers of the cache, B blocks, S block_size, N query heads, K key-value heads, H head_dim.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import jax
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.arrays import Leaf
@@ -34,7 +35,10 @@ NO_WINDOW = 2**30
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """The keys and values of every block of every layer.
+    """The keys and values of every block.
+
+    A block belongs to one group of layers at a time, and L is the most layers of a group; see
+    `models.cache_layout`.
 
     Attributes:
       k: [L, B, S, K, H]. Block 0 is never allocated, so that padding can point to it. Slots without
@@ -49,7 +53,7 @@ class KVCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionMeta:
-    """Maps each token of a step to its request and to its slot in the cache.
+    """Maps each token of a step to its request, and to its slot in one group of the cache.
 
     The tokens of all requests form one sequence. The tokens of a request are contiguous, in order
     of position, and requests with one token (decode) precede the others. T, R and W are padded
@@ -63,7 +67,7 @@ class AttentionMeta:
         + position % block_size``. Padding is ``num_blocks * block_size``, which is out of range, so
         the write is dropped.
       block_tables: i32[R, W], the blocks of each request in order, in [0, num_blocks). Unused
-        entries may hold any number.
+        entries may hold any number. Entries of blocks that no window reaches any more are 0.
       seq_lens: i32[R], the tokens of each request in the cache after this step's write: the
         position of its last token in the step, plus 1. Padding is 0.
       query_start: i32[R + 1], non-decreasing: tokens ``query_start[r] : query_start[r + 1]`` belong
@@ -78,6 +82,41 @@ class AttentionMeta:
     seq_lens: Int32[Leaf, " rows"]
     query_start: Int32[Leaf, " rows+1"]
     decode_only: bool = field(metadata={"static": True}, default=False)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepMeta:
+    """The `AttentionMeta` of every group of layers; see there for the fields of the same names.
+
+    Attributes:
+      slots: i32[G, T], for each group.
+      block_tables: i32[G, R, W], for each group.
+    """
+
+    positions: Int32[Leaf, " tokens"]
+    slots: Int32[Leaf, "groups tokens"]
+    block_tables: Int32[Leaf, "groups rows width"]
+    seq_lens: Int32[Leaf, " rows"]
+    query_start: Int32[Leaf, " rows+1"]
+    decode_only: bool = field(metadata={"static": True}, default=False)
+
+    def of(self, group: Int32[Array, ""] | int) -> AttentionMeta:
+        """Returns what the layers of a group see."""
+
+        def own(array: Leaf) -> Leaf:
+            if isinstance(group, int):
+                return lax.index_in_dim(array, group, keepdims=False)
+            return lax.dynamic_index_in_dim(array, group, keepdims=False)
+
+        return AttentionMeta(
+            positions=self.positions,
+            slots=own(self.slots),
+            block_tables=own(self.block_tables),
+            seq_lens=self.seq_lens,
+            query_start=self.query_start,
+            decode_only=self.decode_only,
+        )
 
 
 class WriteFn(Protocol):

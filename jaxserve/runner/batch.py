@@ -12,7 +12,7 @@ from jaxtyping import Int32
 
 from jaxserve.arrays import Leaf
 from jaxserve.core.plan import StepPlan
-from jaxserve.ops.attention import AttentionMeta
+from jaxserve.ops.attention import StepMeta
 from jaxserve.runner.buckets import Bucket
 
 
@@ -37,7 +37,7 @@ class StepInputs:
 
     tokens: Int32[Leaf, " tokens"]
     fed_from_row: Int32[Leaf, " tokens"]
-    meta: AttentionMeta
+    meta: StepMeta
     logit_tokens: Int32[Leaf, " rows"]
     kept_in_row: Int32[Leaf, " rows"]
 
@@ -49,12 +49,20 @@ class BatchBuilder:
       num_rows: S, the engine's rows.
       table_width: W, at least the number of blocks of the longest request.
       num_blocks, block_size: of the KV cache.
+      num_groups: G, the groups of layers that have block tables.
     """
 
     def __init__(
-        self, *, num_rows: int, table_width: int, num_blocks: int, block_size: int
+        self,
+        *,
+        num_rows: int,
+        table_width: int,
+        num_blocks: int,
+        block_size: int,
+        num_groups: int = 1,
     ) -> None:
-        self._block_tables = np.zeros((num_rows, table_width), np.int32)
+        self._num_rows = num_rows
+        self._block_tables = np.zeros((num_groups, num_rows, table_width), np.int32)
         self._num_slots = num_blocks * block_size
         self._block_size = block_size
 
@@ -68,8 +76,9 @@ class BatchBuilder:
         requests that speculate are left to the `Speculator`.
         """
         for part in plan.scheduled:
-            end = part.block_offset + len(part.new_block_ids)
-            self._block_tables[part.row, part.block_offset : end] = part.new_block_ids
+            for group, start, block_ids in part.table_updates:
+                end = start + len(block_ids)
+                self._block_tables[group, part.row, start:end] = block_ids
         parts = plan.rows
         rows = np.fromiter((part.row for part in parts), np.int32, len(parts))
         starts = np.fromiter((part.start for part in parts), np.int32, len(parts))
@@ -82,7 +91,7 @@ class BatchBuilder:
 
         tokens = np.zeros(bucket.num_tokens, np.int32)
         fed_from_row = np.full(bucket.num_tokens, -1, np.int32)
-        kept_in_row = np.full(bucket.num_rows, len(self._block_tables), np.int32)
+        kept_in_row = np.full(bucket.num_rows, self._num_rows, np.int32)
         for i, part in enumerate(parts):
             first = query_start[i]
             if part.speculates:
@@ -111,18 +120,20 @@ class BatchBuilder:
         starts: Int32[np.ndarray, " requests"],
         lengths: Int32[np.ndarray, " requests"],
         query_start: Int32[np.ndarray, " bounds"],
-    ) -> AttentionMeta:
+    ) -> StepMeta:
         num_tokens = int(query_start[-1])
         positions = np.zeros(bucket.num_tokens, np.int32)
         offsets = np.repeat(starts - query_start[: len(rows)], lengths)
         positions[:num_tokens] = np.arange(num_tokens, dtype=np.int32) + offsets
-        slots = np.full(bucket.num_tokens, self._num_slots, np.int32)
+        num_groups = len(self._block_tables)
+        slots = np.full((num_groups, bucket.num_tokens), self._num_slots, np.int32)
         blocks, within = np.divmod(positions[:num_tokens], self._block_size)
-        slots[:num_tokens] = (
-            self._block_tables[np.repeat(rows, lengths), blocks] * self._block_size + within
+        slots[:, :num_tokens] = (
+            self._block_tables[:, np.repeat(rows, lengths), blocks] * self._block_size + within
         )
-        block_tables = np.zeros((bucket.num_rows, bucket.table_width), np.int32)
-        block_tables[: len(rows)] = self._block_tables[rows, : bucket.table_width]
+        shape = (num_groups, bucket.num_rows, bucket.table_width)
+        block_tables = np.zeros(shape, np.int32)
+        block_tables[:, : len(rows)] = self._block_tables[:, rows, : bucket.table_width]
         seq_lens = np.zeros(bucket.num_rows, np.int32)
         seq_lens[: len(rows)] = starts + lengths
         arrays: dict[str, Any] = {
@@ -132,4 +143,4 @@ class BatchBuilder:
             "seq_lens": seq_lens,
             "query_start": query_start,
         }
-        return AttentionMeta(**arrays, decode_only=bucket.decode_only)
+        return StepMeta(**arrays, decode_only=bucket.decode_only)

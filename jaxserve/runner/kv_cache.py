@@ -19,7 +19,7 @@ def cache_dtype(dtype: str, device: Device) -> str:
 
 
 def bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> int:
-    """Returns the bytes of the keys and values of one token over all layers."""
+    """Returns the bytes of the keys and values of one token over all layers of the cache."""
     return 2 * num_layers * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize
 
 

@@ -75,6 +75,7 @@ class ModelRunner:
             table_width=max(table_widths),
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
+            num_groups=len(sizes.windows),
         )
 
     @property

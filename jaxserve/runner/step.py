@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.arrays import Leaf
-from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
+from jaxserve.ops.attention import AttentionBackend, KVCache, StepMeta
 from jaxserve.runner.batch import StepInputs
 from jaxserve.runner.jit import Packed
 from jaxserve.sampling.vocabulary import argmax
@@ -30,7 +30,7 @@ class LanguageModel(Protocol):
         self,
         tokens: Int32[Array, " tokens"],
         kv: KVCache,
-        meta: AttentionMeta,
+        meta: StepMeta,
         *,
         attention: AttentionBackend,
     ) -> tuple[Float[Array, "tokens hidden"], KVCache]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.plan import Runner, Sizes
-from jaxserve.core.request import context_length
 from jaxserve.engine.core import BuiltEngine, assemble
 from jaxserve.ipc.messages import Decision, Progress
 from jaxserve.testing.fake_runner import POOLED_WIDTH, FakeModel, FakeRunner
@@ -66,14 +66,12 @@ def build_around(
 def _sizes(config: EngineConfig) -> Sizes:
     block_size = config.cache.block_size
     num_blocks = config.cache.num_blocks or NUM_BLOCKS
+    max_num_batched_tokens = config.scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
+    groups = CacheGroups((None,), block_size, max_num_batched_tokens)
     return Sizes(
-        max_model_len=context_length(
-            max_model_len=config.model.max_model_len or MAX_MODEL_LEN,
-            num_blocks=num_blocks,
-            block_size=block_size,
-        ),
+        max_model_len=groups.longest(num_blocks - 1, config.model.max_model_len or MAX_MODEL_LEN),
         block_size=block_size,
         num_blocks=num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs or MAX_NUM_SEQS,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens=max_num_batched_tokens,
     )

@@ -16,7 +16,7 @@ from jaxserve.device import CPU
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.ops import xla_attention
-from jaxserve.ops.attention import AttentionMeta, KVCache
+from jaxserve.ops.attention import KVCache, StepMeta
 
 BLOCK_SIZE = 16
 
@@ -37,12 +37,16 @@ def logits_of(
     graphdef, params = load_params(checkpoint, spec, dtype=dtype, loop="unroll")
     count = len(tokens)
     width = -(-count // BLOCK_SIZE)
-    shape = (spec.num_layers, width + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+    layout = spec.cache_layout
+    tables = 1 + jnp.arange(len(layout.windows) * width).reshape(-1, 1, width)
+    shape = (
+        layout.num_layers, tables.size + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim
+    )  # fmt: skip
     kv = KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-    meta = AttentionMeta(
+    meta = StepMeta(
         positions=jnp.arange(count),
-        slots=BLOCK_SIZE + jnp.arange(count),
-        block_tables=1 + jnp.arange(width)[None],
+        slots=tables[:, :, 0] * BLOCK_SIZE + jnp.arange(count),
+        block_tables=tables,
         seq_lens=jnp.array([count]),
         query_start=jnp.array([0, count]),
         decode_only=False,

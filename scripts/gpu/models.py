@@ -103,7 +103,7 @@ def random_params(shapes: Any, *, seed: int = 0) -> Any:
 
 def abstract_cache(spec: ModelSpec, *, num_blocks: int, dtype: str) -> KVCache:
     """Returns a cache of shapes, without arrays."""
-    shape = (spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+    shape = (spec.cache_layout.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
     array: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     return KVCache(array, array)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from gpu.models import BLOCK_SIZE, abstract_params, backend_for, random_params
-from jaxserve.core.plan import ScheduledRequest, Sizes, StepPlan
+from jaxserve.core.plan import ScheduledRequest, Sizes, StepPlan, TableUpdate
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.device import Device
 from jaxserve.engine.core import EngineCore
@@ -54,7 +54,7 @@ class ServedModel:
         embedding = 0 if spec.tied_head else spec.vocab_size * spec.hidden_size
         self.num_params_used = sum(leaf.size for leaf in jax.tree.leaves(shapes)) - embedding
         cache = {
-            "num_layers": spec.num_layers,
+            "num_layers": spec.cache_layout.num_layers,
             "num_kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim,
             "dtype": DTYPE,
@@ -69,6 +69,7 @@ class ServedModel:
             num_blocks=min(size.num_blocks, fitting),
             max_num_seqs=size.max_num_seqs,
             max_num_batched_tokens=size.max_num_batched_tokens,
+            windows=spec.cache_layout.windows,
         )
         self.runner = ModelRunner(
             bind,
@@ -89,6 +90,7 @@ class ServedModel:
             max_model_len=sizes.max_model_len,
             num_blocks=sizes.num_blocks,
             block_size=BLOCK_SIZE,
+            windows=sizes.windows,
         )
         return EngineCore(scheduler, self.runner, depth=2)
 
@@ -119,6 +121,7 @@ class ServedModel:
     ) -> ScheduledRequest:
         end = start + num_tokens
         blocks_each = -(-end // BLOCK_SIZE)
+        blocks = range(1 + row * blocks_each, 1 + (row + 1) * blocks_each)
         tokens: Any = range(num_tokens) if num_tokens > 1 else ()
         return ScheduledRequest(
             request_id=str(row),
@@ -127,10 +130,7 @@ class ServedModel:
             start=start,
             num_tokens=num_tokens,
             token_ids=tokens,
-            block_offset=0,
-            new_block_ids=(
-                range(1 + row * blocks_each, 1 + (row + 1) * blocks_each) if is_new else ()
-            ),
+            table_updates=[TableUpdate(0, 0, blocks)] if is_new else (),
             samples=True,
             params=SamplingParams(temperature=0, max_tokens=1, seed=0),
             eos_token_id=None,

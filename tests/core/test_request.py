@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.core.request import Request, check_length, context_length
+from jaxserve.core.request import Request, check_length
 from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import SamplingParams
@@ -76,7 +76,7 @@ def test_append_does_not_change_the_prompt_of_the_message():
     assert submit.prompt_token_ids == [1, 2]
 
 
-SIZES = {"max_model_len": 32, "num_blocks": 100, "block_size": 16}
+SIZES = {"max_model_len": 32}
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,3 @@ def test_rejects_an_empty_prompt():
     with pytest.raises(InvalidRequestError, match="empty") as caught:
         check_length(0, 5, **SIZES)
     assert caught.value.param == "prompt"
-
-
-def test_a_small_block_pool_limits_the_context_and_the_error_names_it():
-    sizes = {"max_model_len": 1000, "num_blocks": 5, "block_size": 4}
-    assert context_length(**sizes) == 16
-    check_length(6, 10, **sizes)
-    with pytest.raises(ContextLengthError, match="16 tokens .*4 blocks of 4"):
-        check_length(7, 10, **sizes)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.plan import StepResult
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError
@@ -12,6 +13,7 @@ EOS, OTHER = 2, 5
 
 
 def make_scheduler(**sizes):
+    """Returns a scheduler whose context is 100 tokens, or what the blocks can hold if less."""
     defaults = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
@@ -19,7 +21,12 @@ def make_scheduler(**sizes):
         "num_blocks": 33,
         "block_size": 4,
     }
-    return Scheduler(**{**defaults, **sizes})
+    sizes = {**defaults, **sizes}
+    groups = CacheGroups(
+        sizes.get("windows", (None,)), sizes["block_size"], sizes["max_num_batched_tokens"]
+    )
+    sizes["max_model_len"] = groups.longest(sizes["num_blocks"] - 1, sizes["max_model_len"])
+    return Scheduler(**sizes)
 
 
 def submit(request_id, num_prompt_tokens=3, *, priority=0, arrival_s=0.0, prior=0, **params):
@@ -66,7 +73,7 @@ class TestOneStepInFlight:
         assert part.token_ids == [10, 11, 12, 13, 14]
         assert part.is_new
         assert part.row == 0
-        assert (part.block_offset, list(part.new_block_ids)) == (0, [1, 2])
+        assert part.table_updates == [(0, 0, [1, 2])]
         assert (part.num_prompt_tokens, part.eos_token_id) == (5, EOS)
         (output,) = update(scheduler, plan, a=42)
         assert (output.token_ids, output.finish_reason, output.scheduled_s) == ([42], None, 7.0)
@@ -76,7 +83,7 @@ class TestOneStepInFlight:
         assert shape(plan) == [("a", 5, 1, True)]
         assert part.token_ids == [42]
         assert not part.is_new
-        assert list(part.new_block_ids) == []
+        assert part.table_updates == []
         assert part.known_token_ids == [10, 11, 12, 13, 14, 42]
         (output,) = update(scheduler, plan, a=EOS)
         assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, None)
@@ -93,9 +100,9 @@ class TestOneStepInFlight:
         for _ in range(6):
             plan = scheduler.schedule(0.0)
             part = plan.scheduled[0]
-            grown.append((part.block_offset, list(part.new_block_ids)))
+            grown.append(part.table_updates)
             update(scheduler, plan)
-        assert grown == [(1, []), (1, [2]), (2, []), (2, []), (2, []), (2, [3])]
+        assert grown == [[], [(0, 1, [2])], [], [], [], [(0, 2, [3])]]
 
     def test_a_long_prompt_runs_in_chunks_and_samples_after_the_last(self):
         scheduler = make_scheduler(max_num_batched_tokens=8)
@@ -437,7 +444,8 @@ class TestTwoStepsInFlight:
         third = scheduler.schedule(0.0)
         (part,) = third.scheduled
         assert (part.request_id, part.row, part.is_new) == ("b", 0, True)
-        assert sorted(part.new_block_ids) == [1, 2]
+        ((group, start, block_ids),) = part.table_updates
+        assert (group, start, sorted(block_ids)) == (0, 0, [1, 2])
         assert update(scheduler, second) == []
         assert [o.request_id for o in update(scheduler, third)] == ["b"]
         assert scheduler.stats().total_generation_tokens == 2
@@ -504,8 +512,9 @@ def test_stats_of_running_requests():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda running: running[0].block_ids.pop(),
-        lambda running: running[0].block_ids.append(running[1].block_ids[0]),
+        lambda running: running[0].block_tables[0].pop(),
+        lambda running: running[0].block_tables[0].append(running[1].block_tables[0][0]),
+        lambda running: running[0].block_tables.append([]),
         lambda running: setattr(running[0], "row", 1),
         lambda running: setattr(running[0], "row", None),
         lambda running: running.reverse(),

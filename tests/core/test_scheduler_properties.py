@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
-from jaxserve.core.request import context_length
+from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.core.speculation import Speculation
 from jaxserve.engine.core import EngineCore
@@ -43,16 +43,23 @@ class Scenario:
     max_num_seqs: int
     spare_budget: int
     max_model_len: int
+    windows: tuple[int | None, ...]
     arrivals: list[Arrival]
     max_drafts: int
 
     @property
-    def sizes(self):
+    def cache(self):
         return {
-            "max_model_len": self.max_model_len,
             "num_blocks": self.num_blocks,
             "block_size": self.block_size,
+            "windows": self.windows,
         }
+
+    @property
+    def context(self):
+        """The most tokens of a request, at most ``max_model_len``."""
+        groups = CacheGroups(self.windows, self.block_size, self.budget + self.max_drafts)
+        return groups.longest(self.num_blocks - 1, self.max_model_len)
 
     @property
     def budget(self):
@@ -96,13 +103,15 @@ scenarios = st.builds(
     depth=st.sampled_from([1, 2]),
     policy=st.sampled_from(["fcfs", "priority"]),
     block_size=st.integers(1, 5),
-    num_blocks=st.integers(4, 24),
+    num_blocks=st.integers(4, 36),
     max_num_seqs=st.integers(1, 5),
     spare_budget=st.integers(0, 12),
     max_model_len=st.integers(8, 40),
+    windows=st.just((None,))
+    | st.lists(st.none() | st.integers(1, 20), min_size=1, max_size=4).map(tuple),
     arrivals=st.lists(arrivals, min_size=3, max_size=10),
     max_drafts=st.sampled_from([0, 1, 2, 5]),
-)
+).filter(lambda scenario: scenario.context > 0)
 
 
 def propose(tokens, count):
@@ -123,12 +132,7 @@ class CheckedRunner:
     def __init__(self, scenario, seen):
         self._scenario = scenario
         self._seen = seen
-        self._runner = FakeRunner(
-            MODEL,
-            num_blocks=scenario.num_blocks,
-            block_size=scenario.block_size,
-            propose=propose,
-        )
+        self._runner = FakeRunner(MODEL, **scenario.cache, propose=propose)
 
     @property
     def num_compilations(self):
@@ -141,6 +145,7 @@ class CheckedRunner:
         for part in plan.scheduled:
             assert 0 <= part.row < self._scenario.max_num_seqs
             self._seen["chunks"] += not part.samples
+            self._seen["given back"] += sum(not any(u.block_ids) for u in part.table_updates)
             self._seen["unknown tokens"] += part.num_unknown_tokens
             self._seen["drafts in flight"] += part.speculates and part.num_unknown_tokens > 1
             self._seen["speculation ends"] += part.speculates and part.num_drafts == 0
@@ -168,7 +173,7 @@ class Record:
 
 def tokens_alone(scenario, arrival):
     """Returns the output of the request when it runs alone; None if it is too long to run."""
-    context = context_length(**scenario.sizes)
+    context = scenario.context
     limit, num_prior = arrival.params.max_tokens, arrival.num_prior_tokens
     num_prompt_tokens = len(arrival.prompt) - num_prior
     if num_prompt_tokens < 1 or num_prompt_tokens + (limit or 1) > context:
@@ -192,9 +197,10 @@ def run_scenario(scenario):
     scheduler = Scheduler(
         max_num_seqs=scenario.max_num_seqs,
         max_num_batched_tokens=scenario.budget,
+        max_model_len=scenario.context,
         policy=scenario.policy,
         speculation=scenario.speculation,
-        **scenario.sizes,
+        **scenario.cache,
     )
     core = EngineCore(scheduler, CheckedRunner(scenario, seen), depth=scenario.depth)
     records = {}
@@ -264,7 +270,7 @@ def check_state(scheduler, records):
 
 def max_turns(scenario):
     """Returns the number of turns needed if each adds one token to the first request."""
-    return 13 + 2 * len(scenario.arrivals) * (context_length(**scenario.sizes) + 1)
+    return 13 + 2 * len(scenario.arrivals) * (scenario.context + 1)
 
 
 def check_end(scenario, core, records):
@@ -308,7 +314,15 @@ def test_every_request_gets_the_tokens_that_it_would_get_alone():
 
     check()
     # Without these events the scenarios would test nothing.
-    events = ("preemptions", "chunks", "unknown tokens", "dropped", "aborted", "refused")
     drafts = ("accepted", "rejected", "drafts in flight", "speculation ends")
-    for event in (*events, *drafts):
+    for event in (
+        "preemptions",
+        "chunks",
+        "given back",
+        "unknown tokens",
+        "dropped",
+        "aborted",
+        "refused",
+        *drafts,
+    ):
         assert seen[event] > 20, seen

@@ -18,7 +18,6 @@ from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.scripted_engine import READY
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.waiting import until
 
@@ -206,13 +205,6 @@ async def test_the_context_is_filled_to_the_last_token() -> None:
         assert deltas[-1].finish_reason == "length"
     fitting = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6)
     await collect(text_engine.generate(make_request([[1] * 250], fitting)))
-
-
-async def test_a_pool_smaller_than_the_context_limits_the_length() -> None:
-    ready = msgspec.structs.replace(READY, num_blocks=3)
-    text_engine = scripted_text_engine("hello", ready=ready)
-    with pytest.raises(ContextLengthError, match="32 tokens"):
-        text_engine.generate(make_request([[1] * 40], GREEDY))
 
 
 async def test_the_default_length_is_cut_to_what_fits() -> None:

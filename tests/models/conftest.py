@@ -17,7 +17,7 @@ from jaxserve.device import CPU
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops import xla_attention
-from jaxserve.ops.attention import AttentionMeta, KVCache
+from jaxserve.ops.attention import KVCache, StepMeta
 
 BLOCK_SIZE = 16
 
@@ -39,7 +39,8 @@ class InMemory:
 class PagedModel:
     """A model and the paged cache of its requests, each of which owns shuffled blocks.
 
-    `step` takes the new tokens of each request and returns the logits after each of them.
+    In groups of layers with a window, a request gives back the blocks that it does not see any
+    more: their entries in its block table become 0, the block that is NaN. `step` takes the new tokens of each request and returns the logits after each of them.
     """
 
     def __init__(self, checkpoint: Any, config: Mapping[str, Any], *, loop: str, **options) -> None:
@@ -59,11 +60,13 @@ class PagedModel:
 
     def start(self, num_requests: int, max_len: int, rng: np.random.Generator) -> None:
         width = -(-max_len // BLOCK_SIZE)
-        num_blocks = num_requests * width + 1
-        spec = self.spec
-        shape = (spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+        spec, layout = self.spec, self.spec.cache_layout
+        num_groups = len(layout.windows)
+        num_blocks = num_groups * num_requests * width + 1
+        shape = (layout.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         self.kv = KVCache(jnp.full(shape, jnp.nan), jnp.full(shape, jnp.nan))
-        self.tables = rng.permutation(np.arange(1, num_blocks)).reshape(num_requests, width)
+        blocks = rng.permutation(np.arange(1, num_blocks))
+        self.tables = blocks.reshape(num_groups, num_requests, width)
         self.lens = np.zeros(num_requests, int)
         self.end = num_blocks * BLOCK_SIZE
 
@@ -76,20 +79,20 @@ class PagedModel:
         pad_rows = num_tokens - len(counts) if decode_only else 1
         positions = [n + i for n, c in zip(self.lens, counts, strict=True) for i in range(c)]
         rows = [row for row, c in enumerate(counts) for _ in range(c)]
-        slots = [
-            self.tables[r, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
-            for r, p in zip(rows, positions, strict=True)
-        ]
+        self._give_back()
+        within = np.array(positions, int) % BLOCK_SIZE
+        blocks = np.array(positions, int) // BLOCK_SIZE
+        slots = self.tables[:, rows, blocks] * BLOCK_SIZE + within
         self.lens += counts
 
         def pad(values, size: int, fill: int) -> np.ndarray:
             return np.array([*values, *[fill] * (size - len(values))], np.int32)
 
         num_rows = len(counts) + pad_rows
-        meta = AttentionMeta(
+        meta = StepMeta(
             positions=pad(positions, num_tokens, 0),
-            slots=pad(slots, num_tokens, self.end),
-            block_tables=np.pad(self.tables, ((0, pad_rows), (0, 0))).astype(np.int32),
+            slots=np.stack([pad(each, num_tokens, self.end) for each in slots]),
+            block_tables=np.pad(self.tables, ((0, 0), (0, pad_rows), (0, 0))).astype(np.int32),
             seq_lens=pad(self.lens, num_rows, 0),
             query_start=pad(np.cumsum([0, *counts]), num_rows + 1, sum(counts)),
             decode_only=decode_only,
@@ -98,6 +101,13 @@ class PagedModel:
         logits, self.kv = self._step(self.params, self.kv, flat, meta)
         ends = np.cumsum(counts)
         return np.split(np.asarray(logits)[: sum(counts)], ends[:-1])
+
+    def _give_back(self) -> None:
+        """Clears the entries of the blocks that no token from now on sees."""
+        for window, tables in zip(self.spec.cache_layout.windows, self.tables, strict=True):
+            for table, length in zip(tables, self.lens, strict=True):
+                if window is not None:
+                    table[: max(0, length - window + 1) // BLOCK_SIZE] = 0
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from jaxserve.device import CPU
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops import xla_attention
-from jaxserve.ops.attention import AttentionMeta, KVCache
+from jaxserve.ops.attention import KVCache, StepMeta
 from jaxserve.testing.tiny import random_tensors, tiny_config
 
 NUM_BLOCKS = 512
@@ -39,10 +39,10 @@ def lower(in_memory):
         kv = KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
         size = 4
         zeros = np.zeros(size, np.int32)
-        meta = AttentionMeta(
+        meta = StepMeta(
             positions=zeros,
-            slots=zeros,
-            block_tables=np.zeros((size, 8), np.int32),
+            slots=zeros[None],
+            block_tables=np.zeros((1, size, 8), np.int32),
             seq_lens=zeros,
             query_start=np.zeros(size + 1, np.int32),
             decode_only=decode_only,

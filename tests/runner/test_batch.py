@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxserve.core.plan import ScheduledRequest, StepPlan
+from jaxserve.core.plan import ScheduledRequest, StepPlan, TableUpdate
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import Bucket
 from jaxserve.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ def part(row, start, tokens, *, blocks=(), offset=0, samples=True) -> ScheduledR
     return ScheduledRequest(
         request_id=str(row), row=row, is_new=False, start=start,
         num_tokens=1 if tokens is None else len(tokens), token_ids=tokens or [],
-        block_offset=offset, new_block_ids=list(blocks), samples=samples,
+        table_updates=[TableUpdate(0, offset, list(blocks))], samples=samples,
         params=SamplingParams(seed=0), eos_token_id=None, num_prompt_tokens=1, known_token_ids=[],
     )  # fmt: skip
 
@@ -46,7 +46,7 @@ def test_builds_the_arrays_of_a_mixed_step():
     assert inputs.fed_from_row.tolist() == [4, -1, -1, -1, -1, -1, -1, -1]
     assert inputs.logit_tokens.tolist() == [0, 1, 4, 0]
     assert inputs.kept_in_row.tolist() == [4, 1, NUM_ROWS, NUM_ROWS]
-    meta = inputs.meta
+    meta = inputs.meta.of(0)
     assert not meta.decode_only
     assert meta.positions.tolist() == [5, 4, 2, 3, 4, 0, 0, 0]
     slots = [3 * 4 + 1, 6 * 4, 2 * 4 + 2, 2 * 4 + 3, 12 * 4]
@@ -68,7 +68,7 @@ def test_keeps_no_token_of_a_row_that_the_sampler_fills():
 def test_an_empty_plan_writes_no_slots_and_keeps_no_tokens():
     inputs = make_builder().build(StepPlan(0, ()), Bucket(2, 2, 8))
     assert inputs.meta.decode_only
-    assert inputs.meta.slots.tolist() == [NUM_SLOTS] * 2
+    assert inputs.meta.slots.tolist() == [[NUM_SLOTS] * 2]
     assert inputs.meta.seq_lens.tolist() == [0, 0]
     assert inputs.kept_in_row.tolist() == [NUM_ROWS] * 2
     assert inputs.fed_from_row.tolist() == [-1, -1]

@@ -12,7 +12,7 @@ def make_plan(*parts: tuple[int, int]) -> StepPlan:
     scheduled = tuple(
         ScheduledRequest(
             request_id=str(row), row=row, is_new=False, start=start, num_tokens=num_tokens,
-            token_ids=[1] * num_tokens, block_offset=0, new_block_ids=[], samples=True,
+            token_ids=[1] * num_tokens, table_updates=(), samples=True,
             params=SamplingParams(seed=0), eos_token_id=None, num_prompt_tokens=1,
             known_token_ids=[],
         )

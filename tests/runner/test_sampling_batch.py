@@ -19,7 +19,7 @@ def part(row=0, *, known=(1, 2, 3), num_prompt=3, unknown=0, samples=True, eos=N
     params = SamplingParams(**{"seed": 0, "temperature": 0, **params}).normalised()
     return ScheduledRequest(
         request_id=str(row), row=row, is_new=True, start=len(known) + unknown - 1, num_tokens=1,
-        token_ids=[], block_offset=0, new_block_ids=[], samples=samples, params=params,
+        token_ids=[], table_updates=(), samples=samples, params=params,
         eos_token_id=eos, num_prompt_tokens=num_prompt, known_token_ids=list(known),
         num_unknown_tokens=unknown,
     )  # fmt: skip

@@ -50,7 +50,7 @@ def part(row: int, params: SamplingParams, tokens: list[int], constraint=None) -
     params = params.normalised()
     return ScheduledRequest(
         request_id=str(row), row=row, is_new=True, start=len(tokens) - 1, num_tokens=1,
-        token_ids=[], block_offset=0, new_block_ids=[], samples=True, params=params,
+        token_ids=[], table_updates=(), samples=True, params=params,
         eos_token_id=None, num_prompt_tokens=3, known_token_ids=tokens, constraint=constraint,
     )  # fmt: skip
 

@@ -50,7 +50,8 @@ def depth(request):
 
 
 def make_core(depth, compiler, sizes=SIZES):
-    scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=60, **sizes)
+    context = min(60, (sizes["num_blocks"] - 1) * sizes["block_size"])
+    scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=context, **sizes)
     runner = FakeRunner(FakeModel(), **sizes)
     return EngineCore(scheduler, runner, depth=depth, compile_grammar=compiler)
 

@@ -5,7 +5,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from jaxserve.core.plan import ScheduledRequest, StepPlan
+from jaxserve.core.plan import ScheduledRequest, StepPlan, TableUpdate
 from jaxserve.errors import ConfigError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
@@ -28,8 +28,7 @@ def make_part(known, start=0, **fields):
         start=start,
         num_tokens=num_tokens,
         token_ids=known[start:],
-        block_offset=0 if start == 0 else 2,
-        new_block_ids=[1, 2] if start == 0 else [],
+        table_updates=[TableUpdate(0, 0, [1, 2])] if start == 0 else [],
         samples=True,
         params=GREEDY,
         eos_token_id=None,
@@ -70,24 +69,27 @@ def test_a_chunked_prompt_gives_the_same_token():
     assert [token] == expected_tokens(known, GREEDY, MODEL, context_length=6)
 
 
-def test_a_block_overwritten_by_another_row_changes_the_tokens():
+def test_rejects_a_block_overwritten_by_another_row():
     """An overwritten block is detected even if the two requests are never in one plan."""
     runner = make_runner()
     ((first,),) = run(runner, 0, make_part([7, 8, 9])).token_ids
     other = make_part([50, 51, 52], request_id="b", row=1)
     run(runner, 1, other)
-    ((second,),) = run(runner, 2, make_part([7, 8, 9, first], 3)).token_ids
-    assert second != expected_tokens([7, 8, 9], GREEDY, MODEL, context_length=5)[1]
+    with pytest.raises(AssertionError, match="a seen block holds other tokens"):
+        run(runner, 2, make_part([7, 8, 9, first], 3))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"start": 2, "num_tokens": 2, "token_ids": [9, 10]}, "overlap in the positions"),
-        ({"block_offset": 1}, "gap or an overlap in the block table"),
-        ({"new_block_ids": [1]}, "block is twice in one table"),
-        ({"new_block_ids": [0]}, "a block does not exist"),
-        ({"new_block_ids": [10]}, "a block does not exist"),
+        ({"table_updates": [(0, 1, [3])]}, "gap or an overlap in the block table"),
+        ({"table_updates": [(0, 2, [1])]}, "block is twice in the tables"),
+        ({"table_updates": [(0, 2, [3, 0])]}, "a block does not exist"),
+        ({"table_updates": [(0, 2, [10])]}, "a block does not exist"),
+        ({"table_updates": [(0, 2, [0])]}, "no block to give back"),
+        ({"table_updates": [(0, 1, [0]), (0, 1, [0])]}, "given back twice"),
+        ({"table_updates": [(0, 0, [0])]}, "written block was given back"),
         ({"request_id": "b"}, "without is_new"),
         ({"token_ids": [99]}, "token IDs differ"),
         ({"token_ids": []}, "token IDs are missing"),
@@ -106,10 +108,22 @@ def test_rejects_inconsistent_plans(fields, message):
     ("second", "message"),
     [
         (make_part([7, 8], request_id="b", row=1), "written block is shared"),
-        (make_part([7], row=1, new_block_ids=[3]), "a request is scheduled twice"),
-        (make_part([7], request_id="b", new_block_ids=[3]), "two requests in one row"),
-        (make_part([7], request_id="b", row=1, new_block_ids=[3]), "one token come first"),
-        (make_part([7] * 5, request_id="b", row=1, new_block_ids=[3]), "outside the blocks"),
+        (
+            make_part([7], row=1, table_updates=[TableUpdate(0, 0, [3])]),
+            "a request is scheduled twice",
+        ),
+        (
+            make_part([7], request_id="b", table_updates=[TableUpdate(0, 0, [3])]),
+            "two requests in one row",
+        ),
+        (
+            make_part([7], request_id="b", row=1, table_updates=[TableUpdate(0, 0, [3])]),
+            "one token come first",
+        ),
+        (
+            make_part([7] * 5, request_id="b", row=1, table_updates=[TableUpdate(0, 0, [3])]),
+            "outside the blocks",
+        ),
     ],
 )
 def test_rejects_parts_that_conflict(second, message):
@@ -122,7 +136,12 @@ def test_full_blocks_may_be_shared():
     known = [7, 8, 9, 10, 11]
     run(runner, 0, make_part(known))
     sharing = make_part(
-        known, start=4, request_id="b", row=1, is_new=True, block_offset=0, new_block_ids=[1, 3]
+        known,
+        start=4,
+        request_id="b",
+        row=1,
+        is_new=True,
+        table_updates=[TableUpdate(0, 0, [1, 3])],
     )
     expected = expected_tokens(known, GREEDY, MODEL, context_length=6)
     assert run(runner, 1, sharing).token_ids == [expected]
@@ -155,7 +174,7 @@ def test_expected_tokens_end_where_a_request_ends():
 
 def test_only_requests_that_ask_get_logprobs():
     asks = make_part([7], params=SamplingParams(temperature=0, seed=0, logprobs=2))
-    other = make_part([7, 8], request_id="b", row=1, new_block_ids=[3])
+    other = make_part([7, 8], request_id="b", row=1, table_updates=[TableUpdate(0, 0, [3])])
     result = run(make_runner(), 0, asks, other)
     (first,), second = result.logprobs
     assert second is None

@@ -8,13 +8,14 @@ proposer may be any function of the tokens so far. To add one, write a module wi
 from __future__ import annotations
 
 import importlib
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array, Int32
 
 from jaxserve.errors import ConfigError
 
 
+@runtime_checkable
 class ProposeFn(Protocol):
     """Guesses the tokens that follow each sequence. Called while a step is traced."""
 

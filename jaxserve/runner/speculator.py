@@ -25,14 +25,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from jaxserve.arrays import Leaf
-from jaxserve.core.plan import ScheduledRequest, StepPlan
-from jaxserve.ops.attention import AttentionMeta
+from jaxserve.core.plan import ScheduledRequest, Sizes, StepPlan
 from jaxserve.runner.batch import StepInputs
 from jaxserve.runner.buckets import Bucket, powers_of_two
+from jaxserve.runner.draft_rows import DraftRows, PlacedRows, Verified, draft_rows, place_rows
 from jaxserve.runner.jit import CompilationLog, Packed, Program, pack
 from jaxserve.runner.proposer import ProposeFn
 
@@ -56,85 +55,18 @@ class TokenStore:
     num_tokens: Int32[Leaf, " engine_rows"]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DraftRows:
-    """Which rows of a step speculate. R is the number of rows of the step, Q is max(1, R // 2).
-
-    Attributes:
-      engine_row: i32[R], in [0, S); S for padding and for rows whose inputs the host has filled.
-      offset: i32[R], in [0, K]: 0 for the last token of a request, j for its draft number j.
-      drafting: i32[Q], the engine rows that get drafts; padding S.
-      request: i32[R], index into ``drafting`` where ``offset`` > 0, else 0.
-    """
-
-    engine_row: Int32[Leaf, " rows"]
-    offset: Int32[Leaf, " rows"]
-    drafting: Int32[Leaf, " requests"]
-    request: Int32[Leaf, " rows"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PlacedRows:
-    """The rows of a step after drafts have been placed.
-
-    Attributes:
-      rows: which of them speculate.
-      tokens: i32[R], the input token of each row that speculates.
-      is_live: bool[R], false for drafts that the proposer did not make.
-      next_positions: i32[R], the position of the token that each row samples.
-    """
-
-    rows: DraftRows
-    tokens: Int32[Leaf, " rows"]
-    is_live: Bool[Leaf, " rows"]
-    next_positions: Int32[Leaf, " rows"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Verified:
-    """The outcome of a step with drafts. N is the largest number of rows of any step.
-
-    Attributes:
-      tokens: i32[N], the token that each row drew; 0 after the rows of the step.
-      is_accepted: bool[N], whether the token belongs to the request: all drafts of the request up
-        to this row were accepted.
-      is_live: bool[N], as in `PlacedRows`.
-    """
-
-    tokens: Int32[Leaf, " rows"]
-    is_accepted: Bool[Leaf, " rows"]
-    is_live: Bool[Leaf, " rows"]
-
-
 class Speculator:
     """Holds the tokens of requests on the device, and runs the programs around a step.
 
     Args:
       propose: the proposer.
-      num_rows: S, the engine's rows.
-      max_num_rows: N, the most rows of a step.
-      max_drafts: K, the most drafts of a request in a step.
-      max_model_len: the most tokens of a request.
-      num_slots: slots in the KV cache; writing to this slot is dropped.
-      block_size: slots in a block.
+      sizes: of the engine. S is ``max_num_seqs``, N ``max_num_rows``, K ``max_drafts``, and H
+        ``max_model_len``.
       log: receives the compilations.
     """
 
-    def __init__(
-        self,
-        propose: ProposeFn,
-        *,
-        num_rows: int,
-        max_num_rows: int,
-        max_drafts: int,
-        max_model_len: int,
-        num_slots: int,
-        block_size: int,
-        log: CompilationLog,
-    ) -> None:
+    def __init__(self, propose: ProposeFn, sizes: Sizes, *, log: CompilationLog) -> None:
+        num_rows, max_model_len = sizes.max_num_seqs, sizes.max_model_len
         self._num_rows = num_rows
         self._start_sizes = powers_of_two(min(MIN_START, max_model_len), max_model_len)
         self._store = TokenStore(
@@ -146,10 +78,10 @@ class Speculator:
             store: TokenStore, last_tokens: LastTokens, packed: Packed
         ) -> TokenStore:
             tokens, row, count, is_unknown = packed.unpack()
-            known = lax.dynamic_update_slice(store.tokens, tokens[None], (row, 0))
-            newest = known.at[row, count].set(last_tokens[row], mode="drop")
+            known = store.tokens.at[row, : len(tokens)].set(tokens, mode="drop")
+            place = jnp.where(is_unknown, count, max_model_len)  # the end drops the token
             return TokenStore(
-                jnp.where(is_unknown, newest, known),
+                known.at[row, place].set(last_tokens[row], mode="drop"),
                 store.num_tokens.at[row].set(count + is_unknown, mode="drop"),
             )
 
@@ -161,7 +93,7 @@ class Speculator:
             rows: DraftRows = packed_rows.unpack()
             drafting = jnp.minimum(rows.drafting, num_rows - 1)
             drafts, num_drafts = propose(
-                store.tokens[drafting], store.num_tokens[drafting], num_drafts=max_drafts
+                store.tokens[drafting], store.num_tokens[drafting], num_drafts=sizes.max_drafts
             )
             speculates = rows.engine_row < num_rows
             engine_row = jnp.minimum(rows.engine_row, num_rows - 1)
@@ -179,8 +111,8 @@ class Speculator:
                 inputs.meta,
                 jnp.where(speculates, last + rows.offset, -1),
                 is_live,
-                block_size=block_size,
-                num_slots=num_slots,
+                block_size=sizes.block_size,
+                num_slots=sizes.num_blocks * sizes.block_size,
             )
             placed = replace(
                 inputs,
@@ -216,7 +148,7 @@ class Speculator:
                 store.num_tokens.at[kept].add(1, mode="drop"),
             )
             last_tokens = last_tokens.at[last].set(drawn, mode="drop")
-            padding = (0, max_num_rows - len(offset))
+            padding = (0, sizes.max_num_rows - len(offset))
             columns = (drawn, is_accepted, placed.is_live)
             return store, last_tokens, Verified(*(jnp.pad(column, padding) for column in columns))
 
@@ -239,7 +171,7 @@ class Speculator:
         Returns:
           (the packed inputs, what `accept` needs).
         """
-        rows = pack(_draft_rows(plan, bucket.num_rows, num_engine_rows=self._num_rows))
+        rows = pack(draft_rows(plan, bucket.num_rows, num_engine_rows=self._num_rows))
         return self._place(self._store, packed, rows, shapes=bucket)
 
     def accept(
@@ -308,7 +240,7 @@ class Speculator:
         self._store = self._start(self._store, last_tokens, packed, shapes=f"{size} tokens")
 
     def _warm_up(self, num_rows: int, num_sampled: int | None) -> Verified:
-        rows = _draft_rows(StepPlan(-1, ()), num_rows, num_engine_rows=self._num_rows)
+        rows = draft_rows(StepPlan(-1, ()), num_rows, num_engine_rows=self._num_rows)
         nothing = jnp.zeros(num_rows, jnp.int32)
         placed = PlacedRows(
             jax.tree.map(jnp.asarray, rows), nothing, jnp.zeros(num_rows, bool), nothing
@@ -318,61 +250,3 @@ class Speculator:
 
     def _no_tokens(self) -> LastTokens:
         return jnp.zeros(self._num_rows, jnp.int32)
-
-
-def place_rows(
-    meta: AttentionMeta,
-    positions: Int32[Array, " rows"],
-    is_live: Bool[Array, " rows"],
-    *,
-    block_size: int,
-    num_slots: int,
-) -> AttentionMeta:
-    """Moves the only token of some rows to another position of their request.
-
-    Args:
-      meta: of a step. The block tables cover the positions.
-      positions: i32[R], for each row to move; -1 for the others.
-      is_live: bool[R]. A row to move that is not live writes nothing; it reads position 0.
-      block_size, num_slots: of the cache.
-    """
-    moves = positions >= 0
-    is_written = moves & is_live
-    positions = jnp.where(is_written, positions, 0)
-    num_rows = len(positions)
-    block = meta.block_tables[jnp.arange(num_rows), positions // block_size]
-    slots = jnp.where(is_written, block * block_size + positions % block_size, num_slots)
-    # These rows come first and have one token each, so row r has token r.
-    first = slice(num_rows)
-    return replace(
-        meta,
-        positions=meta.positions.at[first].set(jnp.where(moves, positions, meta.positions[first])),
-        slots=meta.slots.at[first].set(jnp.where(moves, slots, meta.slots[first])),
-        seq_lens=jnp.where(moves, positions + 1, meta.seq_lens),
-    )
-
-
-def _draft_rows(plan: StepPlan, num_rows: int, *, num_engine_rows: int) -> DraftRows:
-    """Returns the rows of a plan that speculate, as numpy arrays padded to ``num_rows``."""
-    engine_row = np.full(num_rows, num_engine_rows, np.int32)
-    offset = np.zeros(num_rows, np.int32)
-    request = np.zeros(num_rows, np.int32)
-    drafting = np.full(max(1, num_rows // 2), num_engine_rows, np.int32)
-    row = num_drafting = 0
-    for part in plan.scheduled:
-        end = row + part.num_rows
-        if part.speculates:
-            engine_row[row:end] = part.row
-            offset[row:end] = np.arange(part.num_rows)
-        if part.num_drafts:
-            request[row:end] = num_drafting
-            drafting[num_drafting] = part.row
-            num_drafting += 1
-        row = end
-    arrays: dict[str, Any] = {
-        "engine_row": engine_row,
-        "offset": offset,
-        "drafting": drafting,
-        "request": request,
-    }
-    return DraftRows(**arrays)

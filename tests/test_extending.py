@@ -23,7 +23,8 @@ from jaxserve.models.registry import Family, read_spec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionMeta, KVCache
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.fake_runner import FakeModel, FakeRunner
+from jaxserve.testing.fake_model import FakeModel
+from jaxserve.testing.fake_runner import FakeRunner
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.tiny import random_tensors, tiny_config
 from jaxserve.testing.tolerance import rounding

@@ -44,12 +44,20 @@ class CacheGroups:
         first = max(0, start - window + 1) // self.block_size
         return range(first, min(stop, first + self.most_held(window)))
 
+    def unchanged_until(self, window: int | None, held: range) -> int:
+        """Returns the most tokens for which a request that computes the last holds these blocks."""
+        covered = held.stop * self.block_size
+        if window is None:
+            return covered
+        return min(covered, (held.start + 1) * self.block_size + window - 1)
+
     def most_held(self, window: int) -> int:
         """Returns the most blocks that a windowed group of one request holds at any time.
 
-        They cover one full step after a full window, wherever the window begins in its block.
+        A full window and a full step are ``window + max_num_batched_tokens - 1`` positions, and the
+        first of them may be the last of its block.
         """
-        return self._blocks_for(window + self.max_num_batched_tokens - 1) + 1
+        return self._blocks_for(window + self.max_num_batched_tokens - 2) + 1
 
     def most_blocks(self, num_tokens: int) -> int:
         """Returns the most blocks that a request holds while it grows to ``num_tokens`` tokens."""

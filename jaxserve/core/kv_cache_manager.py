@@ -41,20 +41,25 @@ class KVCacheManager:
         Returns the new entries of the tables, possibly none. Returns None, and changes nothing, if
         the pool has too few free blocks.
         """
-        tables = request.block_tables or [[] for _ in self._groups.windows]
+        if num_tokens <= request.tables_fit:
+            return ()
+        windows = self._groups.windows
+        tables = request.block_tables or [[] for _ in windows]
+        start = request.least_computed_tokens
+        spans = [self._groups.held(window, start, num_tokens) for window in windows]
         changes: list[tuple[int, list[int], int, range]] = []
         missing = 0
-        for group, (window, table) in enumerate(zip(self._groups.windows, tables, strict=True)):
-            held = self._groups.held(window, request.least_computed_tokens, num_tokens)
+        for group, (table, held) in enumerate(zip(tables, spans, strict=True)):
             unseen = held.start
             while unseen > 0 and table[unseen - 1] != NULL_BLOCK:
                 unseen -= 1
             if unseen < held.start or len(table) < held.stop:
                 changes.append((group, table, unseen, held))
-                missing += held.stop - len(table) - (held.start - unseen)
+                missing += max(0, held.stop - len(table)) - (held.start - unseen)
         if missing > self._pool.num_free:
             return None
         request.block_tables = tables
+        request.tables_fit = min(map(self._groups.unchanged_until, windows, spans))
         updates: list[TableUpdate] = []
         for group, table, unseen, held in changes:
             if unseen < held.start:
@@ -72,7 +77,7 @@ class KVCacheManager:
         """Returns all blocks of a request to the pool and empties its block tables."""
         for table in request.block_tables:
             self._pool.release([block_id for block_id in table if block_id != NULL_BLOCK])
-        request.block_tables = []
+        request.block_tables, request.tables_fit = [], 0
 
     def check_integrity(self, requests: Sequence[Request]) -> None:
         """Asserts that the pool is sound and that ``requests`` hold exactly its used blocks."""

@@ -35,9 +35,9 @@ class Request:
     There is no prefill phase and no decode phase: ``num_computed_tokens`` catches up with
     ``num_tokens``, and every time it does, the step samples.
 
-    While drafts are in flight, ``num_unknown_tokens`` counts all of them, so that it, ``num_tokens``
-    and ``num_computed_tokens`` are upper bounds. `settle` lowers them by the rejected drafts, whose
-    slots the next step overwrites.
+    While drafts are in flight, ``num_unknown_tokens`` counts all of them, so that it,
+    ``num_tokens`` and ``num_computed_tokens`` are upper bounds. `settle` lowers them by the
+    rejected drafts, whose slots the next step overwrites.
 
     Attributes:
       id: unique among the requests of the engine.
@@ -59,6 +59,7 @@ class Request:
       row: the engine row while the request runs, else None.
       block_tables: one for each group of layers: blocks of the KV cache in the order of their
         positions, 0 for a block that was given back. Empty unless the request runs.
+      tables_fit: the block tables need no change while ``num_tokens`` is at most this.
       scheduled_s: when the request was first admitted, on the clock of ``arrival_s``; None before.
       constraint: restricts the output, or None.
       prompt_logprobs: one entry per prompt token scored so far; entry 0 is None, since nothing
@@ -86,6 +87,7 @@ class Request:
     num_drafts_in_flight: int = 0
     row: int | None = None
     block_tables: list[list[int]] = field(default_factory=list[list[int]])
+    tables_fit: int = 0
     scheduled_s: float | None = None
     constraint: Constraint | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None

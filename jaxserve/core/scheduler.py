@@ -11,12 +11,7 @@ from jaxserve.core.block_pool import BlockPool
 from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.draft_planner import DraftPlanner
 from jaxserve.core.kv_cache_manager import KVCacheManager
-from jaxserve.core.outputs import (
-    add_pooled,
-    add_prompt_logprobs,
-    append_tokens,
-    pooling_output,
-)
+from jaxserve.core.outputs import add_pooled, add_prompt_logprobs, append_tokens, pooling_output
 from jaxserve.core.plan import Constraint, StepPlan, StepResult, TableUpdate
 from jaxserve.core.policy import POLICIES
 from jaxserve.core.request import Request, Status, check_length
@@ -166,8 +161,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Applies the result of a step. Call it once per plan, in the order of the steps.
 
-        Returns one output for each request that sampled and has not ended. A pooling request has one
-        output, with its vector and without tokens.
+        Returns one output for each request that sampled and has not ended. A pooling request has
+        one output, with its vector and without tokens.
         """
         drafted = list(zip(self._in_flight.pop(plan.step_id), plan.scheduled, strict=True))
         add_prompt_logprobs(drafted, result)

@@ -116,3 +116,12 @@ def monotonous(costs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], .
         cheapest = min(cheapest, cost)
         smooth.append((rows, cheapest))
     return tuple(reversed(smooth))
+
+
+def assumed_costs(max_num_rows: int) -> tuple[tuple[int, float], ...]:
+    """Returns `Speculation.step_costs` for an engine that has not measured its steps.
+
+    They assume that 16 rows take as long as reading the weights.
+    """
+    sizes = [2**i for i in range(1, max_num_rows.bit_length()) if 2**i < max_num_rows]
+    return tuple((rows, 16.0 + rows) for rows in [*sizes, max_num_rows])

@@ -26,6 +26,7 @@ import msgspec
 from jaxserve.config import EngineConfig
 from jaxserve.core.plan import Constraint, Runner, Sizes, StepHandle, StepPlan
 from jaxserve.core.scheduler import Scheduler
+from jaxserve.core.speculation import Speculation, assumed_costs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import Decision, FinishReason, Ready, RequestOutput, StepStats, Submit
 from jaxserve.structured_output.compiling import Compile, CompilingRequests
@@ -183,6 +184,7 @@ def assemble(
     hidden_size: int,
     decisions: list[Decision],
     compile_grammar: Compile | None = None,
+    step_costs: tuple[tuple[int, float], ...] = (),
 ) -> BuiltEngine:
     """Builds an engine from a runner. Every engine factory ends with this call.
 
@@ -195,10 +197,16 @@ def assemble(
       hidden_size: length of the vectors of pooling requests.
       decisions: the resolved settings with reasons, shown to the user.
       compile_grammar: see `EngineCore`.
+      step_costs: see `Speculation`; assumed if empty.
 
     Raises:
       ConfigError: the scheduling policy is unknown.
     """
+    speculation = None
+    if sizes.max_drafts:
+        costs = step_costs or assumed_costs(sizes.max_num_rows)
+        speculation = Speculation(sizes.max_drafts, costs)
+        decisions = [*decisions, _speculation_decision(config, speculation)]
     scheduler = Scheduler(
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
@@ -207,6 +215,7 @@ def assemble(
         block_size=sizes.block_size,
         windows=sizes.windows,
         policy=config.scheduler.policy,
+        speculation=speculation,
     )
     ready = Ready(
         engine=engine,
@@ -223,3 +232,12 @@ def assemble(
     depth = 2 if config.scheduler.async_scheduling else 1
     core = EngineCore(scheduler, runner, depth=depth, compile_grammar=compile_grammar)
     return BuiltEngine(core, ready)
+
+
+def _speculation_decision(config: EngineConfig, speculation: Speculation) -> Decision:
+    (fewest, least), (most, longest) = speculation.step_costs[0], speculation.step_costs[-1]
+    return Decision(
+        "speculation",
+        f"{config.speculation.speculative}, up to {speculation.max_drafts} drafts",
+        f"a step of {most} rows takes {longest / least:.1f} times as long as one of {fewest}",
+    )

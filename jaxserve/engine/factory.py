@@ -25,7 +25,7 @@ from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionBackend
-from jaxserve.runner import kv_cache
+from jaxserve.runner import kv_cache, proposer
 from jaxserve.runner.buckets import table_widths
 from jaxserve.runner.compilation_cache import keep_compiled_programs
 from jaxserve.runner.device import current_device
@@ -49,6 +49,8 @@ def build(
       CheckpointError: the model is missing, damaged or not supported.
       ConfigError: a setting is impossible for this model on this device.
     """
+    name = config.speculation.speculative
+    propose = None if name is None else proposer.load(name)
     # The cache of compiled programs must be set up before anything compiles.
     kept = keep_compiled_programs(config.compile.compilation_cache_dir)
     checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
@@ -82,6 +84,7 @@ def build(
         vocab_size=spec.vocab_size,
         table_widths=table_widths(sizes.max_model_len, sizes.block_size),
         logprobs_mode=config.logprobs.logprobs_mode,
+        propose=propose,
     )
     if config.compile.warmup:
         with phase("compile", "programs") as compiling:
@@ -96,6 +99,7 @@ def build(
         hidden_size=spec.hidden_size,
         decisions=[*decisions, *weights_decisions, *sizes.decisions, kept],
         compile_grammar=grammars.start,
+        step_costs=runner.step_costs,
     )
 
 

@@ -1,7 +1,7 @@
 """N-gram drafts: the tokens that followed the last few tokens earlier in the same request.
 
-Also called prompt lookup. It costs nearly nothing, and is often right where a text repeats itself or
-its prompt: edits of code, summaries, extraction, tables.
+Also called prompt lookup. It costs nearly nothing, and is often right where a text repeats itself
+or its prompt: edits of code, summaries, extraction, tables.
 """
 
 from __future__ import annotations

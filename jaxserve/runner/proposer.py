@@ -1,7 +1,7 @@
 """The interface of a proposer: a function on the device that guesses the next tokens of requests.
 
-A draft that is wrong costs time and changes nothing: a step verifies all drafts with the model. So a
-proposer may be any function of the tokens so far. To add one, write a module with a function
+A draft that is wrong costs time and changes nothing: a step verifies all drafts with the model. So
+a proposer may be any function of the tokens so far. To add one, write a module with a function
 `propose`, and add a line to `PROPOSERS`.
 """
 

@@ -22,6 +22,7 @@ from jaxserve.runner.pending import PendingStep
 from jaxserve.runner.pooling import Pooler
 from jaxserve.runner.prompt_logprobs import PromptScorer
 from jaxserve.runner.proposer import ProposeFn
+from jaxserve.runner.sampler_warm_ups import SamplerWarmUps
 from jaxserve.runner.speculator import Speculator
 from jaxserve.runner.step import Forward, LanguageModel, StepState, make_step
 from jaxserve.runner.token_sampler import NO_REQUESTS, Sampled, SamplingWork, TokenSampler, Verify
@@ -150,14 +151,14 @@ class ModelRunner:
         ]
         num_rows = {bucket.num_rows for bucket in buckets}
         if self._speculator is None:
-            programs += self._sampler.warm_ups(num_rows)
+            programs += SamplerWarmUps(self._sampler).programs(num_rows)
         else:
             programs += [
                 (f"drafts, {_name(bucket)}", functools.partial(run_step, bucket, NO_DRAFTS))
                 for bucket in buckets
             ]
             programs += self._speculator.warm_ups(num_rows, self._sampler.sizes)
-            programs += self._sampler.warm_ups(num_rows, num_drawn=max(num_rows))
+            programs += SamplerWarmUps(self._sampler).programs(num_rows, num_drawn=max(num_rows))
         sizes = {bucket.num_tokens for bucket in buckets}
         programs += self._scorer.warm_ups(self._params, hidden, sizes)
         with self._log.expected():

@@ -7,8 +7,8 @@
              does not
 
 Each draft is a row of its own with one token, so a step with drafts looks like a step with more
-requests: it runs the same program, and the same attention as without drafts. The token of a row is a
-function of seed, position and context, so accepted tokens are those that plain steps would give.
+requests: it runs the same program, and the same attention as without drafts. The token of a row is
+a function of seed, position and context, so accepted tokens are those that plain steps would give.
 
 Positions depend on how many drafts an earlier step has accepted, which the host learns one step
 late. So lengths and tokens of these requests live on the device, and the host plans with upper
@@ -74,9 +74,7 @@ class Speculator:
         )
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def start_request(
-            store: TokenStore, last_tokens: LastTokens, packed: Packed
-        ) -> TokenStore:
+        def start_request(store: TokenStore, last_tokens: LastTokens, packed: Packed) -> TokenStore:
             tokens, row, count, is_unknown = packed.unpack()
             known = store.tokens.at[row, : len(tokens)].set(tokens, mode="drop")
             place = jnp.where(is_unknown, count, max_model_len)  # the end drops the token
@@ -209,7 +207,7 @@ class Speculator:
     def warm_ups(
         self, step_sizes: Iterable[int], sampled_sizes: Sequence[int]
     ) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Yields the name of each program but `place` and a function that compiles it by running it.
+        """Yields the name of each program but that of `place`, and a function that compiles it.
 
         Args:
           step_sizes: the numbers of rows that a step may have.

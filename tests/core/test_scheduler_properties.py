@@ -2,7 +2,6 @@
 
 import zlib
 from array import array
-
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -15,7 +14,8 @@ from jaxserve.core.speculation import Speculation
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
+from jaxserve.testing.fake_runner import FakeRunner
 
 EOS = 3
 MODEL = FakeModel(vocab_size=12)
@@ -91,7 +91,7 @@ def params(draw):
 arrivals = st.builds(
     Arrival,
     turn=st.integers(0, 12),
-    prompt=st.lists(st.integers(0, 11), min_size=1, max_size=16),
+    prompt=st.lists(st.integers(0, 11), min_size=1, max_size=24),
     params=params(),
     has_eos=st.booleans(),
     priority=st.integers(0, 2),
@@ -108,7 +108,7 @@ scenarios = st.builds(
     spare_budget=st.integers(0, 12),
     max_model_len=st.integers(8, 40),
     windows=st.just((None,))
-    | st.lists(st.none() | st.integers(1, 20), min_size=1, max_size=4).map(tuple),
+    | st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=3).map(tuple),
     arrivals=st.lists(arrivals, min_size=3, max_size=10),
     max_drafts=st.sampled_from([0, 1, 2, 5]),
 ).filter(lambda scenario: scenario.context > 0)
@@ -145,7 +145,9 @@ class CheckedRunner:
         for part in plan.scheduled:
             assert 0 <= part.row < self._scenario.max_num_seqs
             self._seen["chunks"] += not part.samples
-            self._seen["given back"] += sum(not any(u.block_ids) for u in part.table_updates)
+            gave_back = any(not any(update.block_ids) for update in part.table_updates)
+            self._seen["given back"] += gave_back
+            self._seen["moved within a prompt"] += gave_back and len(part.token_ids) > 1
             self._seen["unknown tokens"] += part.num_unknown_tokens
             self._seen["drafts in flight"] += part.speculates and part.num_unknown_tokens > 1
             self._seen["speculation ends"] += part.speculates and part.num_drafts == 0
@@ -319,6 +321,7 @@ def test_every_request_gets_the_tokens_that_it_would_get_alone():
         "preemptions",
         "chunks",
         "given back",
+        "moved within a prompt",
         "unknown tokens",
         "dropped",
         "aborted",

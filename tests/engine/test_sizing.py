@@ -13,18 +13,43 @@ from jaxserve.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from jaxserve.core.block_pool import BlockPool
+from jaxserve.core.cache_groups import CacheGroups
+from jaxserve.core.kv_cache_manager import KVCacheManager
+from jaxserve.core.plan import Sizes
+from jaxserve.core.request import Request
 from jaxserve.device import Device
 from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
 from jaxserve.errors import ConfigError
+from jaxserve.ipc.messages import Submit
+from jaxserve.models.cache_layout import CacheLayout
+from jaxserve.sampling_params import SamplingParams
 
 CPU = Device("cpu", "a CPU", free_bytes=8 * GIB, has_native_bf16=False)
 GPU = Device("gpu", "a GPU", free_bytes=60 * GIB, has_native_bf16=True)
+GPU_20 = dataclasses.replace(GPU, free_bytes=20 * GIB)
 
 
-def sizes(device: Device = CPU, *, context: int = 2048, token_bytes: int = 1024, **groups):
+def sizes(
+    device: Device = CPU,
+    *,
+    context: int = 2048,
+    token_bytes: int = 1024,
+    windows: tuple[int | None, ...] = (None,),
+    **groups,
+) -> Sizes:
     return resolve_sizes(
-        EngineConfig(**groups), device, context_length=context, bytes_per_token=token_bytes
+        EngineConfig(**groups),
+        device,
+        context_length=context,
+        bytes_per_token=token_bytes,
+        windows=windows,
     )
+
+
+def prompt(num_tokens: int) -> Request:
+    submit = Submit("a", [0] * num_tokens, SamplingParams(seed=0))
+    return Request.from_submit(submit, order=0, context_length=num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -145,3 +170,63 @@ def test_resolved_sizes_always_fit() -> None:
         assert (result.num_blocks - 1) * block_size * token_bytes <= free
         assert 1 <= result.max_model_len <= context
         assert result.max_model_len <= (result.num_blocks - 1) * block_size
+
+
+class TestGroupsOfLayers:
+    """A model like Gemma 3 1B: 26 layers, 22 with a window of 512, 1 KiB a token and layer."""
+
+    LAYOUT = CacheLayout.of([None if i % 6 == 5 else 512 for i in range(26)])
+    NUM_TOKENS = 32768
+
+    def sizes(self, layout: CacheLayout, device: Device = GPU_20, **groups) -> Sizes:
+        return sizes(
+            device,
+            context=self.NUM_TOKENS,
+            token_bytes=layout.num_layers * 1024,
+            windows=layout.windows,
+            scheduler=SchedulerConfig(max_num_batched_tokens=2048),
+            **groups,
+        )
+
+    def requests(self, result: Sizes) -> int:
+        (text,) = [d.value for d in result.decisions if d.what == "KV cache"]
+        return int(text.split(" = ")[2].removesuffix(" full-length requests"))
+
+    def test_as_many_full_length_requests_fit_as_the_decision_says(self) -> None:
+        result = self.sizes(self.LAYOUT)
+        assert (self.LAYOUT.num_layers, len(result.windows)) == (4, 7)
+        # One group keeps 2048 blocks. Each of the others sees 512 + 2048 - 1 positions in a step.
+        each = 2048 + 6 * 161
+        assert self.requests(result) == (result.num_blocks - 1) // each == 108
+        assert result.num_blocks - 1 == 20 * GIB // (16 * 4 * 1024)
+        pool = BlockPool(result.num_blocks)
+        groups = CacheGroups(result.windows, result.block_size, result.max_num_batched_tokens)
+        manager, count = KVCacheManager(pool, groups), 0
+        while manager.allocate(prompt(self.NUM_TOKENS), self.NUM_TOKENS) is not None:
+            count += 1
+        assert count == 108
+
+    def test_the_same_memory_holds_more_requests_than_without_groups(self) -> None:
+        one_group = CacheLayout((None,), 26, tuple((0, i) for i in range(26)))
+        assert self.requests(self.sizes(one_group)) == 24
+        assert self.requests(self.sizes(self.LAYOUT)) == 108
+
+    def test_the_tokens_are_those_of_full_length_requests(self) -> None:
+        result = self.sizes(self.LAYOUT, cache=CacheConfig(num_blocks=1 + 3 * 3014 + 1507))
+        (decision,) = [d for d in result.decisions if d.what == "KV cache"]
+        assert decision.value == "10550 blocks = 114688 tokens = 3 full-length requests"
+        assert decision.why.endswith("; 7 groups of layers")
+
+    def test_reduces_the_context_to_what_all_groups_can_hold(self) -> None:
+        result = self.sizes(self.LAYOUT, cache=CacheConfig(num_blocks=1 + 1000 + 6 * 161))
+        assert result.max_model_len == 16000
+        result = self.sizes(self.LAYOUT, cache=CacheConfig(num_blocks=1 + 7 * 5 + 6))
+        assert result.max_model_len == 5 * 16
+        with pytest.raises(ConfigError, match="a request needs 7 blocks .* and the cache has 6"):
+            self.sizes(self.LAYOUT, cache=CacheConfig(num_blocks=7))
+
+    def test_a_pool_on_a_cpu_grows_for_one_long_request(self) -> None:
+        layout = CacheLayout(self.LAYOUT.windows, 32, ())
+        result = self.sizes(layout, CPU)
+        assert result.num_blocks == 1 + 2048 + 6 * 161
+        assert self.requests(result) == 1

@@ -40,7 +40,8 @@ class PagedModel:
     """A model and the paged cache of its requests, each of which owns shuffled blocks.
 
     In groups of layers with a window, a request gives back the blocks that it does not see any
-    more: their entries in its block table become 0, the block that is NaN. `step` takes the new tokens of each request and returns the logits after each of them.
+    more: their entries in its block table become 0, the block that is NaN. `step` takes the new
+    tokens of each request and returns the logits after each of them.
     """
 
     def __init__(self, checkpoint: Any, config: Mapping[str, Any], *, loop: str, **options) -> None:

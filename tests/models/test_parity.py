@@ -42,7 +42,7 @@ def test_logits_equal_those_of_transformers(name, loop, paged_model, in_memory, 
     assert_close(np.concatenate((first, second, third)), name)
 
 
-@pytest.mark.parametrize("name", ["llama-dynamic", "mistral"])
+@pytest.mark.parametrize("name", ["llama-dynamic", "mistral", "gemma2", "gemma3"])
 def test_logits_of_decode_steps_equal_those_of_transformers(name, paged_model, in_memory, rng):
     """Runs two prompts, then one token per step."""
     config = CONFIGS[name]

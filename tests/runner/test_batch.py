@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan, TableUpdate
@@ -57,6 +59,32 @@ def test_builds_the_arrays_of_a_mixed_step():
     assert {leaf.dtype for leaf in (inputs.tokens, inputs.logit_tokens, meta.slots)} == {
         np.dtype("int32")
     }
+
+
+def test_every_group_of_layers_has_its_own_slots_and_block_tables():
+    builder = BatchBuilder(
+        num_rows=NUM_ROWS, table_width=8, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_groups=2
+    )
+    first = part(3, 0, [7] * 7, blocks=[9, 3])
+    first = msgspec.structs.replace(
+        first, table_updates=[TableUpdate(0, 0, [9, 3]), TableUpdate(1, 0, [5, 6])]
+    )
+    builder.build(StepPlan(0, (first,)), Bucket(8, 2, 8))
+    second = msgspec.structs.replace(
+        part(3, 7, [8, 8]),
+        table_updates=[TableUpdate(1, 0, [0]), TableUpdate(0, 2, [2]), TableUpdate(1, 2, [4])],
+    )
+    meta = builder.build(StepPlan(1, (second,)), Bucket(4, 2, 3)).meta
+    assert meta.block_tables[:, 0].tolist() == [[9, 3, 2], [0, 6, 4]]
+    assert meta.slots.tolist() == [
+        [3 * 4 + 3, 2 * 4, NUM_SLOTS, NUM_SLOTS],
+        [6 * 4 + 3, 4 * 4, NUM_SLOTS, NUM_SLOTS],
+    ]
+    for group in range(2):
+        own = meta.of(group)
+        np.testing.assert_array_equal(own.slots, meta.slots[group])
+        np.testing.assert_array_equal(own.block_tables, meta.block_tables[group])
+        np.testing.assert_array_equal(meta.of(jnp.int32(group)).slots, own.slots)
 
 
 def test_keeps_no_token_of_a_row_that_the_sampler_fills():

@@ -42,8 +42,8 @@ VARIANTS = {
     "overlapped": {"depth": 2},
     "chunked": {"max_num_batched_tokens": 9},
     "chunked and overlapped": {"max_num_batched_tokens": 9, "depth": 2},
-    "preempted": {"num_blocks": 24},
-    "preempted and overlapped": {"num_blocks": 24, "depth": 2},
+    "preempted": {"num_blocks": 25},
+    "preempted and overlapped": {"num_blocks": 25, "depth": 2},
     "arriving one by one": {"stagger": 3, "depth": 2},
 }
 

@@ -97,9 +97,7 @@ def plain(generate, oracle):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_outputs_equal_those_without_speculation(
-    generate, plain, speculating, tiny_model, variant
-):
+def test_outputs_equal_those_without_speculation(generate, plain, speculating, tiny_model, variant):
     outputs = generate(REQUESTS, runner=speculating, speculation=SPECULATION, **VARIANTS[variant])
     stats = generate.stats
     assert sum(stats.accepted_per_position) > 20

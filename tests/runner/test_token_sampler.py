@@ -13,6 +13,7 @@ from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
 from jaxserve.runner.jit import CompilationLog
 from jaxserve.runner.pending import PendingStep
+from jaxserve.runner.sampler_warm_ups import SamplerWarmUps
 from jaxserve.runner.token_sampler import TokenSampler
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.tolerance import rounding
@@ -233,7 +234,7 @@ def test_only_rare_parameters_are_compiled_after_warm_up(mode, caplog):
     log = CompilationLog()
     sampler = TokenSampler(num_rows=6, vocab_size=V, logprobs_mode=mode, log=log)
     with log.expected():
-        warm_ups = list(sampler.warm_ups([2, 6]))
+        warm_ups = list(SamplerWarmUps(sampler).programs([2, 6]))
         for i, (_, compile_one) in enumerate(warm_ups):
             jax.block_until_ready(compile_one())
             assert len(log.programs) == i + 1

@@ -9,7 +9,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_engine import build
-from jaxserve.testing.fake_runner import FakeModel, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
 
 
 def build_quietly(config):

@@ -8,7 +8,8 @@ import pytest
 from jaxserve.core.plan import ScheduledRequest, StepPlan, TableUpdate
 from jaxserve.errors import ConfigError
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
+from jaxserve.testing.fake_runner import FakeRunner
 
 MODEL = FakeModel(vocab_size=100)
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -145,6 +146,45 @@ def test_full_blocks_may_be_shared():
     )
     expected = expected_tokens(known, GREEDY, MODEL, context_length=6)
     assert run(runner, 1, sharing).token_ids == [expected]
+
+
+@pytest.mark.parametrize(
+    ("updates", "message"),
+    [
+        ([], None),
+        ([TableUpdate(1, 0, [0])], None),
+        ([TableUpdate(1, 0, [0, 0])], "a window reaches a block that was given back"),
+        ([TableUpdate(0, 0, [0])], "a window reaches a block that was given back"),
+        ([TableUpdate(1, 0, [0]), TableUpdate(0, 3, [5])], None),
+        ([TableUpdate(0, 3, [5])], "twice in the tables"),
+    ],
+)
+def test_the_blocks_that_a_window_reaches_must_be_held(updates, message):
+    """Group 1 has a window of 4: the query at position 9 sees positions 6 to 9, blocks 1 and 2."""
+    runner = FakeRunner(MODEL, num_blocks=10, block_size=4, windows=(None, 4))
+    known = list(range(20, 30))
+    tables = [TableUpdate(0, 0, [1, 2, 3]), TableUpdate(1, 0, [5, 6, 7])]
+    run(runner, 0, make_part(known[:9], table_updates=tables))
+    part = make_part(known, 9, table_updates=updates)
+    if message is None:
+        assert run(runner, 1, part).token_ids == expected_tokens(
+            known, GREEDY, MODEL, context_length=11
+        )
+        return
+    with pytest.raises(AssertionError, match=message):
+        run(runner, 1, part)
+
+
+def test_a_block_of_a_window_must_not_belong_to_another_request():
+    runner = FakeRunner(MODEL, num_blocks=10, block_size=4, windows=(4,))
+    known = list(range(20, 30))
+    run(runner, 0, make_part(known[:9], table_updates=[TableUpdate(0, 0, [1, 2, 3])]))
+    other = {"request_id": "b", "row": 1}
+    run(runner, 1, make_part([7], **other, table_updates=[TableUpdate(0, 0, [1])]))
+    run(runner, 2, make_part(known, 9))  # it does not see block 1 any more
+    run(runner, 3, make_part([7], request_id="c", row=2, table_updates=[TableUpdate(0, 0, [2])]))
+    with pytest.raises(AssertionError, match="a seen block belongs to another"):
+        run(runner, 4, make_part([*known, 30], 10))
 
 
 def test_seeds_matter_only_if_the_temperature_is_above_0():

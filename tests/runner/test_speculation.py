@@ -206,7 +206,7 @@ def test_nothing_is_compiled_after_warm_up(
 
 def test_a_plan_without_drafts_runs_the_programs_of_a_plain_engine(generate, speculating, plain):
     """Drafts that never pay leave nothing behind but the estimates on the host."""
-    never = Speculation(K, step_costs=((1, 1.0), (2, 100.0), (4, 10000.0)))
+    never = Speculation(K, step_costs=tuple((rows, 100.0**rows) for rows in range(1, 5)))
     before = speculating._speculator._store
     outputs = generate(REQUESTS, runner=speculating, speculation=never, depth=2)
     assert speculating._speculator._store is before

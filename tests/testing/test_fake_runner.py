@@ -167,9 +167,8 @@ def test_the_blocks_that_a_window_reaches_must_be_held(updates, message):
     run(runner, 0, make_part(known[:9], table_updates=tables))
     part = make_part(known, 9, table_updates=updates)
     if message is None:
-        assert run(runner, 1, part).token_ids == expected_tokens(
-            known, GREEDY, MODEL, context_length=11
-        )
+        expected = expected_tokens(known, GREEDY, MODEL, context_length=11)
+        assert run(runner, 1, part).token_ids == [expected]
         return
     with pytest.raises(AssertionError, match=message):
         run(runner, 1, part)

@@ -68,7 +68,7 @@ class Request:
         state of the last token ("last").
       is_speculating: whether the latest scheduled step speculated, so that the device knows the
         tokens of the row.
-      drafts: how well the drafts of the request do; None if it must not have drafts.
+      drafts: estimates whether its drafts are accepted; None if it must not have drafts.
     """
 
     id: str

@@ -15,14 +15,14 @@ _FORGET = 0.8
 """The weight of the past after each step with drafts: about the last five of them count."""
 
 _DRIFT = 1 / 64
-"""How far an estimate returns to its first value in each step without drafts, so that a request
-whose drafts were rejected tries again after some tens of steps."""
+"""The part of the way that an estimate returns to its first value in each step without drafts, so
+that a request whose drafts were rejected tries again after some tens of steps."""
 
 _FIRST_ACCEPTED, _FIRST_REJECTED = 2.0, 1.0
 
 
 class DraftRecord:
-    """How well the drafts of one request do.
+    """Estimates whether drafts of one request are accepted.
 
     Attributes:
       probability: the estimated probability, in (0, 1), that a draft is accepted if those before it

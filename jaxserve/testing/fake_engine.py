@@ -14,6 +14,7 @@ from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.plan import Runner, Sizes
 from jaxserve.engine.core import BuiltEngine, assemble
 from jaxserve.ipc.messages import Decision, Progress
+from jaxserve.testing import ngram_reference
 from jaxserve.testing.fake_model import FakeModel
 from jaxserve.testing.fake_runner import POOLED_WIDTH, FakeRunner
 
@@ -34,7 +35,12 @@ def build(
     model = FakeModel.parse(config.model.model)
 
     def make_runner(sizes: Sizes) -> Runner:
-        return FakeRunner(model, num_blocks=sizes.num_blocks, block_size=sizes.block_size)
+        return FakeRunner(
+            model,
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            propose=ngram_reference.propose,
+        )
 
     return build_around(make_runner, config, engine, on_progress, vocab_size=model.vocab_size)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.runner.ngram import LONGEST_MATCH, SHORTEST_MATCH
+LONGEST_MATCH, SHORTEST_MATCH = 4, 2
 
 
 def propose(tokens: Sequence[int], count: int) -> list[int]:
@@ -12,9 +12,9 @@ def propose(tokens: Sequence[int], count: int) -> list[int]:
     for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
         end = list(tokens[-length:])
         for stop in range(len(tokens) - 1, length - 1, -1):
-            if len(end) == length and list(tokens[stop - length : stop]) == end:
-                drafts = list(tokens)
-                for _ in range(count):
-                    drafts.append(drafts[stop + len(drafts) - len(tokens)])
-                return drafts[len(tokens) :]
+            if list(tokens[stop - length : stop]) == end:
+                extended = list(tokens)
+                for place in range(stop, stop + count):
+                    extended.append(extended[place])
+                return extended[len(tokens) :]
     return []

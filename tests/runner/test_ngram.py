@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.runner import proposer
+from jaxserve.runner import ngram, proposer
 from jaxserve.runner.ngram import propose
 from jaxserve.testing import ngram_reference
 
@@ -22,6 +22,11 @@ def run(sequences, num_drafts):
     drafts, counts = on_device(tokens, num_tokens, num_drafts=num_drafts)
     assert drafts.shape == (len(sequences), num_drafts)
     return [row[:count].tolist() for row, count in zip(np.asarray(drafts), counts, strict=True)]
+
+
+def test_the_reference_has_the_same_limits():
+    limits = (ngram_reference.LONGEST_MATCH, ngram_reference.SHORTEST_MATCH)
+    assert limits == (ngram.LONGEST_MATCH, ngram.SHORTEST_MATCH)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 8, 100])

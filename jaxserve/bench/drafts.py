@@ -176,16 +176,16 @@ async def _row(
 
 
 async def _run(server: ServerProcess, bodies: list[Body]) -> tuple[float, float]:
-    """Returns the output tokens per second after the first token, and the processor time."""
+    """Returns the output tokens per second and the processor time of a run."""
     cpu_seconds = server.cpu_seconds()
     timings = await asyncio.gather(*(stream_completion(HOST, server.port, b) for b in bodies))
-    return decode_rate(timings), server.cpu_seconds() - cpu_seconds
+    return output_rate(timings), server.cpu_seconds() - cpu_seconds
 
 
-def decode_rate(timings: Sequence[Timing]) -> float:
-    """Returns output tokens per second from the last first token to the end of all requests."""
-    begin_s, end_s = max(t.first_s for t in timings), max(t.last_s for t in timings)
-    return sum(t.num_tokens - t.tokens_at(begin_s) for t in timings) / (end_s - begin_s)
+def output_rate(timings: Sequence[Timing]) -> float:
+    """Returns the output tokens per second of a whole run, prefill included."""
+    seconds = max(t.last_s for t in timings) - min(t.sent_s for t in timings)
+    return sum(t.num_tokens for t in timings) / seconds
 
 
 async def _metrics(server: ServerProcess) -> str:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxserve.bench.__main__ import main
-from jaxserve.bench.drafts import TEXTS, DraftRow, accepted_tokens, decode_rate, prompt
+from jaxserve.bench.drafts import TEXTS, DraftRow, accepted_tokens, output_rate, prompt
 from jaxserve.bench.http import Timing
 
 FAKE = ["--engine-factory", "jaxserve.testing.fake_engine:build"]
@@ -28,9 +28,9 @@ def test_both_servers_get_the_same_requests(front_checkpoint, tmp_path, capsys) 
     assert "| repetitive | 3 |" in capsys.readouterr().out
 
 
-def test_rates_count_from_the_last_first_token() -> None:
+def test_rates_count_whole_runs() -> None:
     timings = [Timing(0.0, [(1.0, 1), (3.0, 5)]), Timing(0.0, [(2.0, 2), (4.0, 10)])]
-    assert decode_rate(timings) == pytest.approx((4 + 8) / 2)
+    assert output_rate(timings) == pytest.approx((5 + 10) / 4)
     row = DraftRow("ordinary", 2, 1.5, [10.0, 30.0, 20.0], [30.0, 10.0, 25.0], [0.5, 0.9, 0.8])
     assert row.line() == "| ordinary | 2 | 1.50 | 20.0 | 25.0 | 1.25 | 0.80 |"
 

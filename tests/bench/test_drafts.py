@@ -1,5 +1,6 @@
 """The benchmark that compares a server with drafts and one without, on fake engines."""
 
+import itertools
 import json
 
 import pytest
@@ -7,12 +8,17 @@ import pytest
 from jaxserve.bench.__main__ import main
 from jaxserve.bench.drafts import TEXTS, DraftRow, accepted_tokens, output_rate, prompt
 from jaxserve.bench.http import Timing
+from jaxserve.bench.server_process import ServerProcess
 
 FAKE = ["--engine-factory", "jaxserve.testing.fake_engine:build"]
 
 
-def test_both_servers_get_the_same_requests(front_checkpoint, tmp_path, capsys) -> None:
+def test_both_servers_get_the_same_requests(
+    front_checkpoint, tmp_path, capsys, monkeypatch
+) -> None:
     """The tokens of a fake model are a hash, so hardly any draft is accepted."""
+    ticks = itertools.count()
+    monkeypatch.setattr(ServerProcess, "cpu_seconds", lambda self: next(ticks))
     output = tmp_path / "figures.json"
     flags = ["--model", str(front_checkpoint), "--concurrent", "1", "3", "--repeats", "2"]
     flags += ["--output-len", "20", "--output", str(output), "--", *FAKE]

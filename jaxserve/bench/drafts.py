@@ -2,8 +2,8 @@
 
     scripts/bench drafts [--model M] [--repeats N] [--output FILE] [-- SERVER_FLAG...]
 
-Two servers run at the same time, one of them with drafts. The same greedy requests go to one and
-then to the other, in alternation, so that both see the same drift of the machine.
+Two servers run at the same time, one of them with drafts. The same requests go to one and then
+to the other, in alternation, so that both see the same drift of the machine.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ WORDS = (
     *("river", "stone", "cloud", "garden", "winter", "letter", "mirror", "engine", "harbor"),
     *("copper", "silver", "window", "forest", "bridge", "candle", "market", "island", "planet"),
 )
-TEXTS = ("repetitive", "ordinary")
+TEXTS = {"repetitive": 0.0, "ordinary": 0.0, "ordinary, drawn": 0.8}
+"""Kinds of texts, each with its temperature. Greedy texts of small models repeat themselves too."""
 
 
 def prompt(text: str, seed: int) -> str:
     """Returns a prompt whose continuation repeats itself, or an ordinary one."""
     words = random.Random(seed).sample(WORDS, 6)
-    if text == "ordinary":
+    if text != "repetitive":
         return f"The old captain told us about the {words[0]} and the {words[1]}. It was"
     methods = (f"    def {word}(self):\n        return self._{word}\n\n" for word in words)
     return "class Settings:\n" + "".join(methods)
@@ -86,8 +87,7 @@ class DraftFigures:
         return "\n".join(
             [
                 str(self.machine),
-                f"{self.model}{flags}, {' '.join(self.draft_flags)}: greedy, "
-                f"{self.output_len} tokens out",
+                f"{self.model}{flags}, {' '.join(self.draft_flags)}: {self.output_len} tokens out",
                 "",
                 "| text | requests | tokens a step | tokens/s without drafts | with drafts | ratio "
                 "| processor time |",
@@ -155,7 +155,8 @@ async def _row(
     bodies = [
         {
             "prompt": prompt(text, seed),
-            "temperature": 0,
+            "temperature": TEXTS[text],
+            "seed": seed,
             "max_tokens": args.output_len,
             "ignore_eos": True,
         }

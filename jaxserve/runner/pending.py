@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
@@ -66,8 +66,9 @@ class PendingStep:
             if sampled.tokens is not None:
                 indices = list(self._work.needs.to_sample)
                 tokens[indices] = sampled.tokens[: len(indices)]
-            rows = [range(i, i + 1) for i, part in enumerate(self._plan.scheduled) if part.samples]
-            token_ids = tokens[[each.start for each in rows], None].tolist()
+            indices = [i for i, part in enumerate(self._plan.scheduled) if part.samples]
+            rows: Iterable[range] = (range(i, i + 1) for i in indices)
+            token_ids = tokens[indices, None].tolist()
         else:
             tokens = sampled.verified.tokens
             rows, num_drafts = _verified_rows(self._plan, sampled.verified)
@@ -81,7 +82,7 @@ class PendingStep:
         )
 
     def _logprobs(
-        self, sampled: Sampled, tokens: Int32[np.ndarray, " rows"], rows: list[range]
+        self, sampled: Sampled, tokens: Int32[np.ndarray, " rows"], rows: Iterable[range]
     ) -> list[list[TokenLogprobs] | None]:
         """Returns entries for each of these ranges of rows, or None if a request asked for none."""
         assert sampled.logprobs is not None

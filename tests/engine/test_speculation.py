@@ -116,7 +116,7 @@ def test_tokens_logprobs_and_ends_are_those_of_a_plain_engine(model):
             entries = [entry for output in expected for entry in output.logprobs or ()]
             assert [entry.token_ids for entry in found] == [entry.token_ids for entry in entries]
         stats = built.core.stats()
-        assert sum(stats.accepted_per_position) > 100
+        assert sum(stats.accepted_per_position) > 60
         assert stats.total_draft_tokens > sum(stats.accepted_per_position)
         assert stats.total_generation_tokens == sum(len(tokens_of(o)) for o in plain.values())
         assert stats.kv_usage == 0

@@ -1,4 +1,4 @@
-"""The rows of a step that hold draft tokens, as arrays."""
+"""The rows of a step that hold draft tokens: which they are, how they are filled and verified."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ from jaxtyping import Array, Bool, Int32
 from jaxserve.arrays import Leaf
 from jaxserve.core.plan import StepPlan
 from jaxserve.ops.attention import StepMeta
+from jaxserve.runner.batch import StepInputs
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenStore:
+    """The tokens of the requests that speculate. H is at least the longest context.
+
+    Attributes:
+      tokens: i32[S, H], prompt and output of each engine row; garbage after the last token.
+      num_tokens: i32[S], tokens of each engine row; garbage for rows that do not speculate.
+    """
+
+    tokens: Int32[Leaf, "engine_rows length"]
+    num_tokens: Int32[Leaf, " engine_rows"]
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +109,84 @@ def draft_rows(plan: StepPlan, num_rows: int, *, num_engine_rows: int) -> DraftR
     return DraftRows(**arrays)
 
 
-def place_rows(
+def place_drafts(
+    inputs: StepInputs,
+    store: TokenStore,
+    rows: DraftRows,
+    drafts: Int32[Array, "requests drafts"],
+    num_drafts: Int32[Array, " requests"],
+    *,
+    block_size: int,
+    num_slots: int,
+) -> tuple[StepInputs, PlacedRows]:
+    """Fills the inputs of the rows that speculate.
+
+    Args:
+      inputs: of a step.
+      store: the tokens of the requests.
+      rows: which rows speculate.
+      drafts, num_drafts: what the proposer returned for ``rows.drafting``.
+      block_size, num_slots: of the cache.
+    """
+    num_engine_rows = len(store.num_tokens)
+    speculates = rows.engine_row < num_engine_rows
+    engine_row = jnp.minimum(rows.engine_row, num_engine_rows - 1)
+    last = store.num_tokens[engine_row] - 1
+    is_draft = rows.offset > 0
+    tokens = jnp.where(
+        is_draft,
+        drafts[rows.request, jnp.maximum(rows.offset - 1, 0)],
+        store.tokens[engine_row, last],
+    )
+    is_live = ~is_draft | (rows.offset <= num_drafts[rows.request])
+    meta = move_rows(
+        inputs.meta,
+        jnp.where(speculates, last + rows.offset, -1),
+        is_live,
+        block_size=block_size,
+        num_slots=num_slots,
+    )
+    first = slice(len(rows.offset))  # see `move_rows`
+    own = jnp.where(speculates, jnp.where(is_live, tokens, 0), inputs.tokens[first])
+    placed = replace(inputs, tokens=inputs.tokens.at[first].set(own), meta=meta)
+    return placed, PlacedRows(rows, tokens, is_live, meta.seq_lens)
+
+
+def accept_drafts(
+    store: TokenStore,
+    last_tokens: Int32[Array, " engine_rows"],
+    placed: PlacedRows,
+    drawn: Int32[Array, " rows"],
+) -> tuple[TokenStore, Int32[Array, " engine_rows"], Bool[Array, " rows"]]:
+    """Accepts the drafts of each request up to the first that differs from the drawn token.
+
+    Args:
+      store: the tokens of the requests before the step.
+      last_tokens: i32[S], the last token of each engine row.
+      placed: the rows of the step.
+      drawn: i32[R], the token that each row drew.
+
+    Returns:
+      (the tokens of the requests after the step, the last tokens, `Verified.is_accepted` bool[R]).
+    """
+    num_engine_rows = len(store.num_tokens)
+    engine_row, offset = placed.rows.engine_row, placed.rows.offset
+    before = jnp.concatenate([drawn[:1], drawn[:-1]])
+    is_hit = placed.is_live & (placed.tokens == before)
+    misses = jnp.cumsum((offset > 0) & ~is_hit)
+    is_accepted = misses == misses[jnp.arange(len(offset)) - offset]
+    goes_on = jnp.concatenate([is_accepted[1:] & (offset[1:] > 0), jnp.array([False])])
+    kept = jnp.where(is_accepted, engine_row, num_engine_rows)
+    positions = store.num_tokens.at[engine_row].get(mode="clip") + offset
+    last = jnp.where(is_accepted & ~goes_on, engine_row, num_engine_rows)
+    store = TokenStore(
+        store.tokens.at[kept, positions].set(drawn, mode="drop"),
+        store.num_tokens.at[kept].add(1, mode="drop"),
+    )
+    return store, last_tokens.at[last].set(drawn, mode="drop"), is_accepted
+
+
+def move_rows(
     meta: StepMeta,
     positions: Int32[Array, " rows"],
     is_live: Bool[Array, " rows"],

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -27,11 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxserve.arrays import Leaf
 from jaxserve.core.plan import ScheduledRequest, Sizes, StepPlan
-from jaxserve.runner.batch import StepInputs
 from jaxserve.runner.buckets import Bucket, powers_of_two
-from jaxserve.runner.draft_rows import DraftRows, PlacedRows, Verified, draft_rows, place_rows
+from jaxserve.runner.draft_rows import (
+    DraftRows,
+    PlacedRows,
+    TokenStore,
+    Verified,
+    accept_drafts,
+    draft_rows,
+    place_drafts,
+)
 from jaxserve.runner.jit import CompilationLog, Packed, Program, pack
 from jaxserve.runner.proposer import ProposeFn
 
@@ -39,20 +44,6 @@ LastTokens = Int32[Array, " engine_rows"]
 
 MIN_START = 1024
 """Tokens of the shortest transfer that starts a request."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TokenStore:
-    """The tokens of the requests that speculate. H is at least the longest context.
-
-    Attributes:
-      tokens: i32[S, H], prompt and output of each engine row; garbage after the last token.
-      num_tokens: i32[S], tokens of each engine row; garbage for rows that do not speculate.
-    """
-
-    tokens: Int32[Leaf, "engine_rows length"]
-    num_tokens: Int32[Leaf, " engine_rows"]
 
 
 class Speculator:
@@ -74,7 +65,7 @@ class Speculator:
         )
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def start_request(store: TokenStore, last_tokens: LastTokens, packed: Packed) -> TokenStore:
+        def start_step(store: TokenStore, last_tokens: LastTokens, packed: Packed) -> TokenStore:
             tokens, row, count, is_unknown = packed.unpack()
             known = store.tokens.at[row, : len(tokens)].set(tokens, mode="drop")
             place = jnp.where(is_unknown, count, max_model_len)  # the end drops the token
@@ -84,45 +75,26 @@ class Speculator:
             )
 
         @jax.jit
-        def place_drafts(
+        def place_step(
             store: TokenStore, packed: Packed, packed_rows: Packed
         ) -> tuple[Packed, PlacedRows]:
-            inputs: StepInputs = packed.unpack()
             rows: DraftRows = packed_rows.unpack()
             drafting = jnp.minimum(rows.drafting, num_rows - 1)
-            drafts, num_drafts = propose(
+            proposed = propose(
                 store.tokens[drafting], store.num_tokens[drafting], num_drafts=sizes.max_drafts
             )
-            speculates = rows.engine_row < num_rows
-            engine_row = jnp.minimum(rows.engine_row, num_rows - 1)
-            last = store.num_tokens[engine_row] - 1
-            is_draft = rows.offset > 0
-            tokens = jnp.where(
-                is_draft,
-                drafts[rows.request, jnp.maximum(rows.offset - 1, 0)],
-                store.tokens[engine_row, last],
-            )
-            is_live = ~is_draft | (rows.offset <= num_drafts[rows.request])
-            # Of each request that speculates, row r of the step has token r alone.
-            first = slice(len(rows.offset))
-            meta = place_rows(
-                inputs.meta,
-                jnp.where(speculates, last + rows.offset, -1),
-                is_live,
+            inputs, placed = place_drafts(
+                packed.unpack(),
+                store,
+                rows,
+                *proposed,
                 block_size=sizes.block_size,
                 num_slots=sizes.num_blocks * sizes.block_size,
             )
-            placed = replace(
-                inputs,
-                tokens=inputs.tokens.at[first].set(
-                    jnp.where(speculates, jnp.where(is_live, tokens, 0), inputs.tokens[first])
-                ),
-                meta=meta,
-            )
-            return packed.replaced(placed), PlacedRows(rows, tokens, is_live, meta.seq_lens)
+            return packed.replaced(inputs), placed
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def accept_drafts(
+        def accept_step(
             store: TokenStore,
             last_tokens: LastTokens,
             placed: PlacedRows,
@@ -132,27 +104,14 @@ class Speculator:
         ) -> tuple[TokenStore, LastTokens, Verified]:
             if sampled is not None:
                 drawn = drawn.at[indices].set(sampled, mode="drop")
-            engine_row, offset = placed.rows.engine_row, placed.rows.offset
-            before = jnp.concatenate([drawn[:1], drawn[:-1]])
-            is_hit = placed.is_live & (placed.tokens == before)
-            misses = jnp.cumsum((offset > 0) & ~is_hit)
-            is_accepted = misses == misses[jnp.arange(len(offset)) - offset]
-            continues = jnp.concatenate([is_accepted[1:] & (offset[1:] > 0), jnp.array([False])])
-            kept = jnp.where(is_accepted, engine_row, num_rows)
-            last = jnp.where(is_accepted & ~continues, engine_row, num_rows)
-            positions = store.num_tokens.at[engine_row].get(mode="clip") + offset
-            store = TokenStore(
-                store.tokens.at[kept, positions].set(drawn, mode="drop"),
-                store.num_tokens.at[kept].add(1, mode="drop"),
-            )
-            last_tokens = last_tokens.at[last].set(drawn, mode="drop")
-            padding = (0, sizes.max_num_rows - len(offset))
+            store, last_tokens, is_accepted = accept_drafts(store, last_tokens, placed, drawn)
+            padding = (0, sizes.max_num_rows - len(drawn))
             columns = (drawn, is_accepted, placed.is_live)
             return store, last_tokens, Verified(*(jnp.pad(column, padding) for column in columns))
 
-        self._start = Program("starting to speculate", start_request, log)
-        self._place = Program("placing drafts", place_drafts, log)
-        self._accept = Program("accepting drafts", accept_drafts, log)
+        self._start = Program("starting to speculate", start_step, log)
+        self._place = Program("placing drafts", place_step, log)
+        self._accept = Program("accepting drafts", accept_step, log)
 
     def start(self, part: ScheduledRequest, last_tokens: LastTokens) -> None:
         """Stores the tokens of a request whose step is the first to speculate."""

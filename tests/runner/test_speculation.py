@@ -29,7 +29,9 @@ PARAMS = [
     SamplingParams(temperature=0.7, top_p=0.8, max_tokens=23, seed=-(2**63), logprobs=0),
     SamplingParams(temperature=0, max_tokens=22, seed=3),
     SamplingParams(temperature=0.9, repetition_penalty=1.4, max_tokens=20, seed=4, logprobs=1),
-    SamplingParams(temperature=1.5, top_k=20, min_p=0.01, max_tokens=24, seed=2**63 - 1),
+    SamplingParams(
+        temperature=1.5, top_k=20, min_p=0.01, max_tokens=24, seed=2**63 - 1, prompt_logprobs=2
+    ),
     SamplingParams(
         temperature=0.8, logit_bias={7: 3.0, 250: -100.0}, max_tokens=20, seed=7,
         allowed_token_ids=tuple(range(0, VOCAB, 2)),
@@ -108,6 +110,12 @@ def test_outputs_equal_those_without_speculation(generate, plain, speculating, t
         assert tokens_of(outputs[name]) == tokens_of(expected)
         assert outputs[name][-1].finish_reason == expected[-1].finish_reason
         check_logprobs(outputs[name], expected, tiny_model, len(REQUESTS[name][0]))
+        assert prompt_entries(outputs[name]) == prompt_entries(expected)
+
+
+def prompt_entries(outputs):
+    """Returns the token IDs of the log probabilities of the prompt."""
+    return [entry and entry.token_ids for entry in outputs[0].prompt_logprobs or ()]
 
 
 def check_logprobs(outputs, expected, model, num_prompt_tokens):

@@ -122,6 +122,38 @@ class SchedulerConfig:
     )
 
 
+MAX_SPECULATIVE_TOKENS = 64
+"""Each draft is a row of a step; far fewer are ever worth it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Draft tokens that a step verifies, so that a request gets several tokens at once."""
+
+    speculative: str | None = setting(
+        None,
+        "name of a proposer of draft tokens: ngram repeats what followed the latest tokens earlier "
+        "in the same request (default: no drafts)",
+    )
+    num_speculative_tokens: int = setting(
+        7,
+        "largest number of draft tokens of a completion in a step; none are used where they cost "
+        "more time than they save",
+    )
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"--num-speculative-tokens must be between 1 and {MAX_SPECULATIVE_TOKENS}, got "
+                f"{self.num_speculative_tokens}"
+            )
+
+    @property
+    def max_drafts(self) -> int:
+        """The most draft tokens of a request in one step; 0 without speculation."""
+        return 0 if self.speculative is None else self.num_speculative_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class LogprobsConfig:
     """The log probabilities that requests can ask for."""
@@ -218,6 +250,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     logprobs: LogprobsConfig = field(default_factory=LogprobsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

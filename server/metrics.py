@@ -48,6 +48,19 @@ ENGINE_METRICS: Mapping[str, EngineMetric] = {
     "steps_total": EngineMetric("Steps run.", "counter", lambda s: s.total_steps),
 }
 
+DRAFT_METRICS: Mapping[str, EngineMetric] = {
+    "spec_decode_num_drafts_total": EngineMetric(
+        "Steps of requests for which drafts were proposed.", "counter", lambda s: s.total_drafts
+    ),
+    "spec_decode_num_draft_tokens_total": EngineMetric(
+        "Draft tokens.", "counter", lambda s: s.total_draft_tokens
+    ),
+    "spec_decode_num_accepted_tokens_total": EngineMetric(
+        "Draft tokens that were accepted.", "counter", lambda s: sum(s.accepted_per_position)
+    ),
+}
+"""The metrics of engines that speculate."""
+
 
 @dataclass(frozen=True, slots=True)
 class FrontMetric:
@@ -76,11 +89,16 @@ def render(text_engine: TextEngine, *, prefix: str) -> str:
     engines = {index: f'{model},engine="{index}"' for index in stats}
     front = next(iter(engines.values())) if len(engines) == 1 else f'{model},engine="all"'
 
+    drafting = {index: each.accepted_per_position for index, each in stats.items()}
+    engine_metrics = {**ENGINE_METRICS, **(DRAFT_METRICS if any(drafting.values()) else {})}
+
     def lines() -> Iterator[str]:
-        for name, engine_metric in ENGINE_METRICS.items():
+        for name, engine_metric in engine_metrics.items():
             yield from _header(prefix, name, engine_metric.kind, engine_metric.help)
             for index, labels in engines.items():
                 yield f"{prefix}:{name}{{{labels}}} {engine_metric.value(stats[index])}"
+        if any(drafting.values()):
+            yield from _accepted_per_position(prefix, engines, drafting)
         for name, front_metric in FRONT_COUNTERS.items():
             yield from _header(prefix, name, "counter", front_metric.help)
             yield f"{prefix}:{name}{{{front}}} {front_metric.value(metrics)}"
@@ -100,6 +118,16 @@ def render(text_engine: TextEngine, *, prefix: str) -> str:
             yield from _histogram(prefix, name, front, histogram)
 
     return "\n".join(lines()) + "\n"
+
+
+def _accepted_per_position(
+    prefix: str, engines: Mapping[int, str], drafting: Mapping[int, tuple[int, ...]]
+) -> Iterator[str]:
+    name = "spec_decode_num_accepted_tokens_per_pos_total"
+    yield from _header(prefix, name, "counter", "Accepted drafts, by position in their step.")
+    for index, accepted in drafting.items():
+        for position, count in enumerate(accepted):
+            yield f'{prefix}:{name}{{{engines[index]},position="{position}"}} {count}'
 
 
 def _front_histograms(metrics: RequestMetrics) -> dict[str, tuple[str, Histogram]]:

@@ -28,12 +28,15 @@ def describe(engine: int, before: StepStats, now: StepStats, seconds: float) -> 
     if not (prompt or generated or now.num_running or now.num_waiting):
         return None
     preemptions = now.total_preemptions - before.total_preemptions
+    drafts = now.total_draft_tokens - before.total_draft_tokens
+    accepted = sum(now.accepted_per_position) - sum(before.accepted_per_position)
     return (
         f"Engine {engine:03d}: "
         f"Avg prompt throughput: {prompt:.1f} tokens/s, "
         f"Avg generation throughput: {generated:.1f} tokens/s, "
         f"Running: {now.num_running} reqs, Waiting: {now.num_waiting} reqs, "
         + (f"Preemptions: {preemptions}, " if preemptions else "")
+        + (f"Drafts accepted: {accepted} of {drafts}, " if drafts else "")
         + f"KV cache usage: {now.kv_usage:.1%}"
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 import server.__main__
 from jaxserve.bench import __main__ as bench
-from jaxserve.bench import front, neighbours
+from jaxserve.bench import drafts, front, neighbours
 from jaxserve.offline import __main__ as offline
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ def file_name(path: Path) -> str:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=file_name)
 def test_flags_exist(document: Path) -> None:
     known = set(OTHER_FLAGS)
-    programs = (server.__main__, offline, bench, front, neighbours)
+    programs = (server.__main__, offline, bench, drafts, front, neighbours)
     for parser in (program.make_parser() for program in programs):
         known |= parser._option_string_actions.keys()
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", document.read_text()))

@@ -32,10 +32,12 @@ from jaxserve.ops.attention import AttentionMeta, KVCache, StepMeta
 from jaxserve.ops.linear import FORMATS
 from jaxserve.parsing.events import ContentDelta, ToolCallArguments
 from jaxserve.parsing.registry import TOOL_PARSERS, tool_parser
+from jaxserve.runner import proposer
 from jaxserve.sampling import registry as registry_of_stages
 from jaxserve.sampling.registry import STAGES
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.fake_runner import FakeModel, FakeRunner
+from jaxserve.testing.fake_model import FakeModel
+from jaxserve.testing.fake_runner import FakeRunner
 from jaxserve.testing.reference import Reference
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.tiny import random_tensors, tiny_config, write_checkpoint
@@ -244,6 +246,17 @@ def test_policy_runs_short_prompts_first(
     while core.has_work:
         finished += [o.request_id for o in core.step(0.0) if o.finish_reason is not None]
     assert finished == ["10", "20", "30"]
+
+
+@example_of("A proposer of drafts")
+def test_proposer_repeats_the_last_token(
+    example: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(proposer.PROPOSERS, "repeat", "example")
+    tokens = jnp.array([[7, 5, 5, 9], [1, 2, 9, 9], [4, 9, 9, 9], [0, 0, 9, 9]])
+    drafts, counts = proposer.load("repeat")(tokens, jnp.array([3, 2, 1, 0]), num_drafts=2)
+    assert counts.tolist() == [2, 0, 0, 0]
+    assert drafts[0].tolist() == [5, 5]
 
 
 @example_of("An endpoint")

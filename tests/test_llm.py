@@ -19,7 +19,7 @@ from jaxserve.llm import LLM, ask_for_memory, engine_config
 from jaxserve.offline.outputs import as_prompts
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
-from jaxserve.testing.fake_runner import FakeModel, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
 from jaxserve.testing.waiting import wait_until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

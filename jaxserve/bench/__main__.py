@@ -3,6 +3,7 @@
 scripts/bench [--model M] [--num-requests N] [--output FILE] [-- SERVER_FLAG...]
 scripts/bench front ...         cost of a streamed token in the front process; see its --help
 scripts/bench neighbours ...    cost of one request to concurrent requests; see its --help
+scripts/bench drafts ...        gain of speculation; see its --help
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import front, neighbours
+from jaxserve.bench import drafts, front, neighbours
 from jaxserve.bench.figures import Figures, LoadFigures, Machine
 from jaxserve.bench.http import Timing, stream_completion
 from jaxserve.bench.program import add_load_flags, base_parser, body_maker, run
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return front.main(argv[1:])
     if argv[:1] == ["neighbours"]:
         return neighbours.main(argv[1:])
+    if argv[:1] == ["drafts"]:
+        return drafts.main(argv[1:])
     return run(lambda args: asyncio.run(measure(args)), make_parser(), argv)
 
 

@@ -45,7 +45,7 @@ class KVCacheManager:
             return ()
         windows = self._groups.windows
         tables = request.block_tables or [[] for _ in windows]
-        start = request.num_computed_tokens
+        start = request.least_computed_tokens
         spans = [self._groups.held(window, start, num_tokens) for window in windows]
         changes: list[tuple[int, list[int], int, range]] = []
         missing = 0
@@ -55,7 +55,7 @@ class KVCacheManager:
                 unseen -= 1
             if unseen < held.start or len(table) < held.stop:
                 changes.append((group, table, unseen, held))
-                missing += held.stop - len(table) - (held.start - unseen)
+                missing += max(0, held.stop - len(table)) - (held.start - unseen)
         if missing > self._pool.num_free:
             return None
         request.block_tables = tables

@@ -22,6 +22,7 @@ class Sizes:
       num_blocks: blocks in the KV cache, including block 0, which no request ever holds.
       max_num_seqs: the most requests that run at the same time; the number of rows.
       max_num_batched_tokens: the most tokens in one step.
+      max_drafts: the most draft tokens of a request in one step; 0 without speculation.
       decisions: the sizes of the context and the KV cache with reasons, shown to the user.
       windows: the window of each group of layers in the KV cache; see `CacheGroups`.
     """
@@ -31,8 +32,14 @@ class Sizes:
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_drafts: int = 0
     decisions: tuple[Decision, ...] = ()
     windows: tuple[int | None, ...] = (None,)
+
+    @property
+    def max_num_rows(self) -> int:
+        """The most rows of a step. Drafts take rows that running requests leave free."""
+        return max(self.max_num_seqs, 1 + self.max_drafts)
 
 
 class Constraint(Protocol):
@@ -82,6 +89,11 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
         0 ........ start ................ start + num_tokens ......... tokens so far
         | computed | computed in this step | left for later steps      |
 
+    A request that `speculates` computes its last token and up to ``num_drafts`` draft tokens after
+    it, each in a row of its own, and samples after each of them. Steps in flight may still reject
+    drafts, so only the device knows the position of the last token; ``start`` is the largest that
+    it can have.
+
     A msgspec struct, because every step creates one per request and structs are cheap to create.
 
     Attributes:
@@ -93,7 +105,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
       start: position of the first token.
       num_tokens: number of tokens, at least 1.
       token_ids: the token IDs at these positions. Empty if the host does not know the only token
-        yet: the device has it, as the token that this row sampled last.
+        yet: the device has it, as the token that this row sampled last. Empty if the request
+        speculates.
       table_updates: changes of the block tables of the row since its last step; often none.
       samples: whether these are the last tokens so far, so that this step samples the token at
         position ``start + num_tokens``.
@@ -103,8 +116,13 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
       known_token_ids: all tokens of the request that the host knows, prompt first. The scheduler
         appends to this list after the step has started, so read it only while building the step.
       num_unknown_tokens: tokens after ``known_token_ids`` that earlier steps sampled and the host
-        does not know yet; 0 or 1.
+        does not know yet: 0 or 1, or if the request speculates, the most that there can be.
       constraint: restricts the sampled token, or None.
+      speculates: see above. Neither the parameters nor the constraint of the request make the
+        choice of a token depend on the tokens before it other than through the model.
+      starts_speculation: whether the request did not speculate in its previous step, so that the
+        device must be given its tokens. ``num_unknown_tokens`` is exact then.
+      num_drafts: the most draft tokens in this step; 0 if the request does not speculate.
     """
 
     request_id: str
@@ -121,6 +139,14 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     known_token_ids: Sequence[int]
     num_unknown_tokens: int = 0
     constraint: Constraint | None = None
+    speculates: bool = False
+    starts_speculation: bool = False
+    num_drafts: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step that belong to the request. Each row samples at most one token."""
+        return 1 + self.num_drafts
 
     @property
     def num_prompt_targets(self) -> int:
@@ -147,12 +173,14 @@ class StepPlan:
 
     Attributes:
       step_id: steps are numbered from 0 in the order in which they run.
-      scheduled: the scheduled requests in packing order: first those with one token (decode), then
-        the longer ones.
+      scheduled: the scheduled requests in packing order: first those whose rows have one token
+        (decode), then the others.
+      speculates: whether any of them speculates.
     """
 
     step_id: int
     scheduled: tuple[ScheduledRequest, ...]
+    speculates: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -160,8 +188,15 @@ class StepPlan:
         return sum(s.num_tokens for s in self.scheduled)
 
     @property
+    def rows(self) -> tuple[ScheduledRequest, ...]:
+        """The request of each row of the step, in packing order."""
+        if not self.speculates:
+            return self.scheduled
+        return tuple(s for s in self.scheduled for _ in range(s.num_rows))
+
+    @property
     def sampling(self) -> tuple[ScheduledRequest, ...]:
-        """The scheduled requests that sample a token, in packing order."""
+        """The scheduled requests that sample, in packing order."""
         return tuple(s for s in self.scheduled if s.samples)
 
     @property
@@ -190,19 +225,23 @@ class StepResult:
     """The results of a step.
 
     Attributes:
-      token_ids: the sampled token IDs, aligned with ``plan.sampling``.
-      logprobs: one entry per sampled token, None for the requests that did not ask; None if no
-        request asked.
+      token_ids: the tokens that each request sampled, aligned with ``plan.sampling``. There is one,
+        and one more for each accepted draft.
+      logprobs: for each request an entry per token, or None if it did not ask; None if no request
+        asked.
       prompt_logprobs: aligned with ``plan.scoring``; one entry per position that
         `ScheduledRequest.num_prompt_targets` counts.
       pooled: aligned with ``plan.pooling``; the hidden state of the last token, or the sum of the
         hidden states over the scheduled tokens.
+      num_drafts: the drafts that were proposed for each request, aligned with ``plan.sampling``;
+        empty if the plan does not speculate.
     """
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs | None] | None = None
+    token_ids: Sequence[list[int]]
+    logprobs: Sequence[list[TokenLogprobs] | None] | None = None
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
     pooled: Sequence[Sequence[float]] = ()
+    num_drafts: Sequence[int] = ()
 
 
 class StepHandle(Protocol):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jaxserve.core.plan import Constraint
+from jaxserve.core.speculation import DraftRecord
 from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Submit, TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
@@ -32,7 +33,11 @@ class Request:
         0                                 num_computed_tokens
 
     There is no prefill phase and no decode phase: ``num_computed_tokens`` catches up with
-    ``num_tokens``, and every time it does, the step samples a token.
+    ``num_tokens``, and every time it does, the step samples.
+
+    While drafts are in flight, ``num_unknown_tokens`` counts all of them, so that it,
+    ``num_tokens`` and ``num_computed_tokens`` are upper bounds. `settle` lowers them by the
+    rejected drafts, whose slots the next step overwrites.
 
     Attributes:
       id: unique among the requests of the engine.
@@ -50,6 +55,7 @@ class Request:
       num_computed_tokens: tokens whose keys and values are in the cache or being computed by a
         step in flight.
       num_unknown_tokens: tokens after ``token_ids`` that steps in flight are sampling.
+      num_drafts_in_flight: how many of them are sampled only if a draft is accepted.
       row: the engine row while the request runs, else None.
       block_tables: one for each group of layers: blocks of the KV cache in the order of their
         positions, 0 for a block that was given back. Empty unless the request runs.
@@ -60,6 +66,9 @@ class Request:
         precedes the first token. None if not requested, or already returned.
       pooled: with ``params.pooling``, the sum of the hidden states so far ("mean"), or the hidden
         state of the last token ("last").
+      is_speculating: whether the latest scheduled step speculated, so that the device knows the
+        tokens of the row.
+      drafts: estimates whether its drafts are accepted; None if it must not have drafts.
     """
 
     id: str
@@ -75,6 +84,7 @@ class Request:
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     num_unknown_tokens: int = 0
+    num_drafts_in_flight: int = 0
     row: int | None = None
     block_tables: list[list[int]] = field(default_factory=list[list[int]])
     tables_fit: int = 0
@@ -82,6 +92,8 @@ class Request:
     constraint: Constraint | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     pooled: Sequence[float] = ()
+    is_speculating: bool = False
+    drafts: DraftRecord | None = None
 
     @classmethod
     def from_submit(
@@ -91,6 +103,7 @@ class Request:
         order: int,
         context_length: int,
         constraint: Constraint | None = None,
+        speculates: bool = False,
     ) -> Request:
         """Creates the state of a request that has just arrived.
 
@@ -99,6 +112,7 @@ class Request:
           order: place in the order of arrival at this engine, from 0.
           context_length: the most tokens that the request can have.
           constraint: restricts the output, or None.
+          speculates: whether the engine does.
         """
         params = submit.params
         if submit.num_prior_tokens > 0 and params.prompt_logprobs is not None:
@@ -124,12 +138,18 @@ class Request:
             stop_token_ids=frozenset(params.stop_token_ids),
             constraint=constraint,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            drafts=DraftRecord() if speculates and _can_speculate(params, constraint) else None,
         )
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far, including those that only the device knows."""
         return len(self.token_ids) + self.num_unknown_tokens
+
+    @property
+    def least_computed_tokens(self) -> int:
+        """The computed tokens if all drafts in flight are rejected."""
+        return self.num_computed_tokens - self.num_drafts_in_flight
 
     @property
     def num_output_tokens(self) -> int:
@@ -156,6 +176,19 @@ class Request:
         if len(self.token_ids) >= self.max_num_tokens:
             return FinishReason.LENGTH, None
         return None, None
+
+    def settle(self, num_planned: int, num_sampled: int) -> None:
+        """Replaces the upper bounds of a step by what it sampled; the tokens are appended next.
+
+        Args:
+          num_planned: the most tokens that the step could sample: 1 + its drafts.
+          num_sampled: the tokens that it sampled.
+        """
+        self.num_unknown_tokens -= num_planned
+        self.num_drafts_in_flight -= num_planned - 1
+        if self.status is Status.RUNNING:
+            # A preempted request starts again at 0.
+            self.num_computed_tokens -= num_planned - num_sampled
 
     def add_prompt_logprobs(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
         """Adds the log probabilities of the prompt tokens from position ``start + 1`` on.
@@ -186,6 +219,21 @@ class Request:
         """Returns the requested vector. The whole prompt must have been computed."""
         count = self.num_prompt_tokens if self.params.pooling == "mean" else 1
         return [value / count for value in self.pooled]
+
+
+def _can_speculate(params: SamplingParams, constraint: Constraint | None) -> bool:
+    """Whether tokens depend on the tokens before them through the model only.
+
+    Penalties, bad words, grammars and declared stages of the sampler also depend on them on the
+    host, which does not know drafts.
+    """
+    return (
+        constraint is None
+        and params.pooling is None
+        and not params.has_penalties
+        and not params.bad_words_token_ids
+        and not params.extra_args
+    )
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int | None, *, max_model_len: int) -> None:

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Sequence
 
 from jaxserve.core.block_pool import BlockPool
 from jaxserve.core.cache_groups import CacheGroups
+from jaxserve.core.draft_planner import DraftPlanner
 from jaxserve.core.kv_cache_manager import KVCacheManager
-from jaxserve.core.plan import Constraint, ScheduledRequest, StepPlan, StepResult, TableUpdate
+from jaxserve.core.outputs import add_pooled, add_prompt_logprobs, append_tokens, pooling_output
+from jaxserve.core.plan import Constraint, StepPlan, StepResult, TableUpdate
 from jaxserve.core.policy import POLICIES
 from jaxserve.core.request import Request, Status, check_length
+from jaxserve.core.speculation import Speculation
 from jaxserve.core.step_draft import StepDraft
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.ipc.messages import FinishReason, RequestOutput, StepStats, Submit, TokenLogprobs
+from jaxserve.ipc.messages import RequestOutput, StepStats, Submit, TokenLogprobs
 
 
 class Scheduler:
@@ -35,6 +38,7 @@ class Scheduler:
       num_blocks, block_size: the KV cache; block 0 is never used.
       windows: the window of each group of layers in the KV cache; see `CacheGroups`.
       policy: a name in `policy.POLICIES`.
+      speculation: how requests get draft tokens; None: they get none.
 
     Raises:
       ConfigError: the policy is unknown.
@@ -50,16 +54,20 @@ class Scheduler:
         block_size: int,
         windows: tuple[int | None, ...] = (None,),
         policy: str = "fcfs",
+        speculation: Speculation | None = None,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs >= 1
         if policy not in POLICIES:
             raise ConfigError(f"--policy must be one of {', '.join(POLICIES)}, got {policy!r}")
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
-        groups = CacheGroups(windows, block_size, max_num_batched_tokens)
+        max_drafts = 0 if speculation is None else speculation.max_drafts
+        groups = CacheGroups(windows, block_size, max_num_batched_tokens + max_drafts)
         assert groups.most_blocks(max_model_len) < num_blocks, "the context exceeds the KV cache"
         self._kv = KVCacheManager(BlockPool(num_blocks), groups)
         self._key = POLICIES[policy]
+        self._drafts = DraftPlanner(speculation)
+        self._speculates = speculation is not None
         # Both lists are sorted by the key of the policy. They rarely hold more than a few thousand
         # requests, and moving that many pointers takes a microsecond, so a list beats a heap.
         self._waiting: list[Request] = []
@@ -91,6 +99,9 @@ class Scheduler:
             total_preemptions=self._total_preemptions,
             total_prompt_tokens=self._total_prompt_tokens,
             total_generation_tokens=self._total_generation_tokens,
+            total_drafts=self._drafts.total_drafts,
+            total_draft_tokens=self._drafts.total_draft_tokens,
+            accepted_per_position=tuple(self._drafts.accepted_per_position),
         )
 
     def add(self, submit: Submit, constraint: Constraint | None = None) -> None:
@@ -112,6 +123,7 @@ class Scheduler:
             order=next(self._arrivals),
             context_length=self._max_model_len,
             constraint=constraint,
+            speculates=self._speculates,
         )
         if len(request.token_ids) >= request.max_num_tokens:
             raise InvalidRequestError(
@@ -149,24 +161,26 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Applies the result of a step. Call it once per plan, in the order of the steps.
 
-        Returns one output for each sampled token of a request that has not ended. A pooling request
-        has one output, with its vector and without tokens.
+        Returns one output for each request that sampled and has not ended. A pooling request has
+        one output, with its vector and without tokens.
         """
         drafted = list(zip(self._in_flight.pop(plan.step_id), plan.scheduled, strict=True))
-        _add_prompt_logprobs(drafted, result)
-        _add_pooled(drafted, result)
-        requests = [request for request, scheduled in drafted if scheduled.samples]
-        assert len(requests) == len(result.token_ids)
-        logprobs = result.logprobs or [None] * len(requests)
+        add_prompt_logprobs(drafted, result)
+        add_pooled(drafted, result)
+        sampling = [pair for pair in drafted if pair[1].samples]
+        assert len(sampling) == len(result.token_ids)
+        logprobs = result.logprobs or [None] * len(sampling)
+        num_drafts = result.num_drafts or [0] * len(sampling)
         outputs: list[RequestOutput] = []
-        for request, token_id, entry in zip(requests, result.token_ids, logprobs, strict=True):
+        for (request, scheduled), token_ids, entries, proposed in zip(
+            sampling, result.token_ids, logprobs, num_drafts, strict=True
+        ):
             if request.status is Status.FINISHED:
                 continue
-            request.num_unknown_tokens -= 1
-            if request.params.pooling is not None:
-                outputs.append(self._finish_pooling(request))
-            else:
-                outputs.append(self._append(request, token_id, entry))
+            request.settle(scheduled.num_rows, len(token_ids))
+            if scheduled.num_drafts:
+                self._drafts.add(request, scheduled, proposed, len(token_ids) - 1)
+            outputs.append(self._finish_output(request, token_ids, entries))
         self._drop_ended_from_running()
         self._total_steps += 1
         self._total_generation_tokens += sum(len(output.token_ids) for output in outputs)
@@ -185,55 +199,40 @@ class Scheduler:
         assert sorted(rows + self._free_rows) == list(range(self._num_rows))
         self._kv.check_integrity(self._running)
 
-    def _append(
-        self, request: Request, token_id: int, logprobs: TokenLogprobs | None
+    def _finish_output(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> RequestOutput:
-        """Appends a sampled token, and ends the request if it is the last one."""
-        finish_reason, stop_reason = request.append(token_id)
-        prompt_logprobs = None
-        if request.num_output_tokens == 1:
+        """Applies sampled tokens to a request, and ends it if it is complete."""
+        if request.num_output_tokens == 0:
             self._total_prompt_tokens += request.num_prompt_tokens
-            prompt_logprobs = request.take_prompt_logprobs()
-        if finish_reason is not None:
+        if request.params.pooling is not None:
+            output = pooling_output(request)
+        else:
+            output = append_tokens(request, token_ids, logprobs)
+        if output.finish_reason is not None:
             self._end(request)
-        return RequestOutput(
-            request_id=request.id,
-            token_ids=[token_id],
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            logprobs=None if logprobs is None else [logprobs],
-            scheduled_s=request.scheduled_s or 0.0,
-            prompt_logprobs=prompt_logprobs,
-        )
-
-    def _finish_pooling(self, request: Request) -> RequestOutput:
-        """Ends a pooling request whose prompt has been computed; the sampled token is dropped."""
-        self._total_prompt_tokens += request.num_prompt_tokens
-        self._end(request)
-        return RequestOutput(
-            request_id=request.id,
-            token_ids=[],
-            finish_reason=FinishReason.STOP,
-            scheduled_s=request.scheduled_s or 0.0,
-            embedding=request.embedding(),
-        )
+        return output
 
     def _schedule_running(self, draft: StepDraft) -> bool:
         """Adds the running requests to the step; returns whether one was preempted.
 
         Requests with one token to compute go first; each runs in every step, unless it is preempted
-        or the token in flight is its last. Unfinished prompts share the rest of the budget; their
-        blocks were allocated at admission, and move on with the window in windowed groups.
+        or the tokens in flight may reach its length limit. Unfinished prompts share the rest of the
+        budget; their blocks were allocated at admission, and move on with the window in windowed
+        groups.
         """
         total_preemptions = self._total_preemptions
+        num_drafts = self._drafts.plan(
+            self._running,
+            num_new_rows=min(len(self._waiting), len(self._free_rows)),
+            budget=draft.budget,
+        )
         # Preemption removes requests from the end of `_running` during this loop: first those after
         # this request, then this request itself.
         for request in self._running:
             if request.num_tokens - request.num_computed_tokens != 1 or _will_end(request):
                 continue
-            updates = self._allocate_or_preempt(request)
-            if updates is not None:
-                draft.add(request, 1, updates)
+            self._add_last_token(draft, request, num_drafts.get(request.id, 0))
         for request in self._running:
             if draft.budget == 0:
                 break
@@ -243,6 +242,21 @@ class Scheduler:
                 assert updates is not None, "an admitted prompt lacks a block"
                 draft.add(request, min(num_tokens, draft.budget), updates)
         return self._total_preemptions > total_preemptions
+
+    def _add_last_token(self, draft: StepDraft, request: Request, num_drafts: int) -> None:
+        """Adds the last token of a running request, with drafts if they fit in free blocks."""
+        updates = None
+        if num_drafts:
+            updates = self._kv.allocate(request, request.num_tokens + num_drafts)
+        if updates is None:
+            num_drafts = 0
+            updates = self._allocate_or_preempt(request)
+        if updates is None:
+            return
+        if num_drafts or request.num_drafts_in_flight:
+            draft.add_speculating(request, num_drafts, updates)
+        else:
+            draft.add(request, 1, updates)
 
     def _allocate_or_preempt(self, request: Request) -> Sequence[TableUpdate] | None:
         """Allocates blocks for all tokens of a running request, preempting others if necessary.
@@ -306,23 +320,8 @@ class Scheduler:
 
 
 def _will_end(request: Request) -> bool:
-    """Whether the token in flight reaches the length limit, so that no further step is needed."""
+    """Whether the tokens in flight may reach the length limit.
+
+    If none of them is a draft, they do. Otherwise the request waits until they are known.
+    """
     return request.num_tokens >= request.max_num_tokens
-
-
-def _add_prompt_logprobs(
-    drafted: Sequence[tuple[Request, ScheduledRequest]], result: StepResult
-) -> None:
-    if not result.prompt_logprobs:
-        return
-    scoring = [pair for pair in drafted if pair[1].num_prompt_targets]
-    for (request, scheduled), entries in zip(scoring, result.prompt_logprobs, strict=True):
-        request.add_prompt_logprobs(scheduled.start, entries)
-
-
-def _add_pooled(drafted: Sequence[tuple[Request, ScheduledRequest]], result: StepResult) -> None:
-    if not result.pooled:
-        return
-    pooling = [pair for pair in drafted if pair[1].pools]
-    for (request, scheduled), vector in zip(pooling, result.pooled, strict=True):
-        request.add_pooled(scheduled.start, vector)

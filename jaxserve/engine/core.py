@@ -27,6 +27,7 @@ import msgspec
 from jaxserve.config import EngineConfig
 from jaxserve.core.plan import Constraint, Runner, Sizes, StepHandle, StepPlan
 from jaxserve.core.scheduler import Scheduler
+from jaxserve.core.speculation import Speculation, assumed_costs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import Decision, FinishReason, Ready, RequestOutput, StepStats, Submit
 from jaxserve.ipc.parameters import Parameter
@@ -196,6 +197,7 @@ def assemble(
     compile_grammar: Compile | None = None,
     parameters: tuple[Parameter, ...] = (),
     check_params: CheckParams | None = None,
+    step_costs: tuple[tuple[int, float], ...] = (),
 ) -> BuiltEngine:
     """Builds an engine from a runner. Every engine factory ends with this call.
 
@@ -210,10 +212,16 @@ def assemble(
       compile_grammar: see `EngineCore`.
       parameters: the parameters that `SamplingParams.extra_args` may have.
       check_params: see `EngineCore`.
+      step_costs: see `Speculation`; assumed if empty.
 
     Raises:
       ConfigError: the scheduling policy is unknown.
     """
+    speculation = None
+    if sizes.max_drafts:
+        costs = step_costs or assumed_costs(sizes.max_num_rows)
+        speculation = Speculation(sizes.max_drafts, costs)
+        decisions = [*decisions, _speculation_decision(config, speculation)]
     scheduler = Scheduler(
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
@@ -222,6 +230,7 @@ def assemble(
         block_size=sizes.block_size,
         windows=sizes.windows,
         policy=config.scheduler.policy,
+        speculation=speculation,
     )
     ready = Ready(
         engine=engine,
@@ -241,3 +250,12 @@ def assemble(
         scheduler, runner, depth=depth, compile_grammar=compile_grammar, check_params=check_params
     )
     return BuiltEngine(core, ready)
+
+
+def _speculation_decision(config: EngineConfig, speculation: Speculation) -> Decision:
+    (fewest, least), (most, longest) = speculation.step_costs[0], speculation.step_costs[-1]
+    return Decision(
+        "speculation",
+        f"{config.speculation.speculative}, up to {speculation.max_drafts} drafts",
+        f"a step of {most} rows takes {longest / least:.1f} times as long as one of {fewest}",
+    )

@@ -28,7 +28,7 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionBackend
 from jaxserve.ops.linear import FORMATS
-from jaxserve.runner import kv_cache
+from jaxserve.runner import kv_cache, proposer
 from jaxserve.runner.buckets import table_widths
 from jaxserve.runner.compilation_cache import keep_compiled_programs
 from jaxserve.runner.device import current_device, engine_devices
@@ -36,6 +36,7 @@ from jaxserve.runner.placement import Placement, bytes_on_each_device, parts_on_
 from jaxserve.runner.runner import ModelRunner
 from jaxserve.sampling.declaration import Stage
 from jaxserve.sampling.registry import check_params, load_stages
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.constraint import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -60,6 +61,8 @@ def build(
       CheckpointError: the model is missing, damaged or not supported.
       ConfigError: a setting is impossible for this model on this device.
     """
+    name = config.speculation.speculative
+    propose = None if name is None else proposer.load(name)
     # Both must be set up before jax is used.
     devices = engine_devices(config.parallel.tensor_parallel_size)
     kept = keep_compiled_programs(config.compile.compilation_cache_dir)
@@ -85,6 +88,8 @@ def build(
     ]
     added = config.sampling.logits_processors if logits_processors is None else logits_processors
     stages = load_stages(added, spec.vocab_size)
+    if propose is not None:
+        _check_stages_allow_drafts(stages)
     if added:
         names = ", ".join(stage.name for stage in stages[-len(added) :])
         decisions.append(Decision("logits processors", names, "as asked"))
@@ -110,6 +115,7 @@ def build(
         logprobs_mode=config.logprobs.logprobs_mode,
         stages=stages,
         placement=placement,
+        propose=propose,
     )
     if config.compile.warmup:
         with phase("compile", "programs") as compiling:
@@ -126,7 +132,18 @@ def build(
         compile_grammar=grammars.start,
         parameters=tuple(parameter for stage in stages for parameter in stage.parameters),
         check_params=functools.partial(check_params, stages),
+        step_costs=runner.step_costs,
     )
+
+
+def _check_stages_allow_drafts(stages: Sequence[Stage]) -> None:
+    """Raises ConfigError if a stage applies to every request, so that none could have drafts."""
+    for stage in stages:
+        if stage.is_used_by(SamplingParams()):
+            raise ConfigError(
+                f"--speculative cannot be combined with the stage {stage.name}, which applies to "
+                "every request: such requests get no drafts"
+            )
 
 
 def _weight_format(asked: str | None) -> str:

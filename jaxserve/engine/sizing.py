@@ -66,7 +66,8 @@ def resolve_sizes(
     wanted_len = asked_len or context_length
     max_num_seqs, max_num_batched_tokens = _step_sizes(config, device)
     block_bytes = bytes_per_token * cache.block_size
-    groups = CacheGroups(windows, cache.block_size, max_num_batched_tokens)
+    max_drafts = config.speculation.max_drafts
+    groups = CacheGroups(windows, cache.block_size, max_num_batched_tokens + max_drafts)
     if cache.num_blocks is not None:
         num_blocks, why = cache.num_blocks, "as asked"
     else:
@@ -110,6 +111,7 @@ def resolve_sizes(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_drafts=max_drafts,
         decisions=decisions,
         windows=windows,
     )

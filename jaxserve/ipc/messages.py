@@ -176,6 +176,10 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
       total_compilations: programs compiled since the start; after warm-up only rare ones are added.
       prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and found.
       num_step_tokens: tokens of the step that has just ended; 0 if none has. Heartbeats repeat it.
+      total_drafts: steps of requests for which drafts were proposed.
+      total_draft_tokens: drafts that were proposed.
+      accepted_per_position: drafts that were accepted, as the first, second, ... of their step;
+        empty without speculation.
     """
 
     num_running: int = 0
@@ -189,6 +193,9 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
     prefix_queries: int = 0
     prefix_hits: int = 0
     num_step_tokens: int = 0
+    total_drafts: int = 0
+    total_draft_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
 
 
 class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True, gc=False):

@@ -28,11 +28,11 @@ class StepInputs:
       fed_from_row: i32[T], the engine row in [0, S) whose last sampled token replaces ``tokens``,
         or -1; padding -1.
       meta: which tokens belong together and where their cache is.
-      logit_tokens: i32[R], index in [0, T) of the last token of each request, whose hidden state
-        gives the logits; padding 0.
+      logit_tokens: i32[R], index in [0, T) of the last token of each row, whose hidden state gives
+        the logits; padding 0.
       kept_in_row: i32[R], the engine row in [0, S) that stores the most likely token as its last
-        token. The value S stores nothing: for padding, for requests that do not sample, and for
-        requests whose token comes from the sampler.
+        token. The value S stores nothing: for padding, for requests that do not sample or that
+        speculate, and for requests whose token comes from the sampler.
     """
 
     tokens: Int32[Leaf, " tokens"]
@@ -71,17 +71,20 @@ class BatchBuilder:
     ) -> StepInputs:
         """Returns the inputs of a plan as numpy arrays, padded to a bucket that holds the plan.
 
-        ``to_sample`` has the indices in ``plan.scheduled`` of the requests whose token comes from
-        the sampler. For all other requests that sample, the step stores the most likely token.
+        ``to_sample`` has the indices in ``plan.rows`` of the rows whose token comes from the
+        sampler. For all other rows that sample, the step stores the most likely token. The rows of
+        requests that speculate are left to the `Speculator`.
         """
-        parts = plan.scheduled
-        for part in parts:
+        for part in plan.scheduled:
             for group, start, block_ids in part.table_updates:
                 end = start + len(block_ids)
                 self._block_tables[group, part.row, start:end] = block_ids
+        parts = plan.rows
         rows = np.fromiter((part.row for part in parts), np.int32, len(parts))
         starts = np.fromiter((part.start for part in parts), np.int32, len(parts))
         lengths = np.fromiter((part.num_tokens for part in parts), np.int32, len(parts))
+        if plan.speculates:
+            lengths[[part.speculates for part in parts]] = 1
         query_start = np.full(bucket.num_rows + 1, plan.num_tokens, np.int32)
         query_start[0] = 0
         query_start[1 : len(parts) + 1] = np.cumsum(lengths)
@@ -91,6 +94,8 @@ class BatchBuilder:
         kept_in_row = np.full(bucket.num_rows, self._num_rows, np.int32)
         for i, part in enumerate(parts):
             first = query_start[i]
+            if part.speculates:
+                continue
             if part.token_ids:
                 tokens[first : first + part.num_tokens] = part.token_ids
             else:

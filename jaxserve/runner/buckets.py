@@ -15,7 +15,7 @@ class Bucket:
     Attributes:
       num_tokens: T. It equals R in decode steps, in which every request has one token, and is
         larger in all others.
-      num_rows: R, one per request.
+      num_rows: R, one per request, and one per draft token.
       table_width: W, blocks in a row's block table.
     """
 
@@ -70,15 +70,15 @@ class Buckets:
     Each size exists once for each width of the block tables.
 
     Args:
-      max_num_seqs: the largest number of requests in a step.
-      max_num_batched_tokens: the largest number of tokens in a step; at least ``max_num_seqs``.
+      max_num_rows: the largest number of rows in a step.
+      max_num_batched_tokens: the largest number of tokens in a step.
       table_widths: widths of the block tables; the largest must hold the longest request.
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_num_batched_tokens: int, table_widths: Iterable[int]
+        self, *, max_num_rows: int, max_num_batched_tokens: int, table_widths: Iterable[int]
     ) -> None:
-        max_rows = max(MIN_ROWS, max_num_seqs)
+        max_rows = max(MIN_ROWS, max_num_rows)
         # A mixed step with as many tokens as rows would look like a decode step.
         max_tokens = max(max_num_batched_tokens, max_rows + 1)
         decode = [(rows, rows) for rows in powers_of_two(MIN_ROWS, max_rows)]
@@ -99,7 +99,7 @@ class Buckets:
     def smallest_for(self, plan: StepPlan, block_size: int) -> Bucket:
         """Returns the cheapest bucket that holds the plan."""
         length = max((part.start + part.num_tokens for part in plan.scheduled), default=0)
-        size = Bucket(plan.num_tokens, len(plan.scheduled), -(-length // block_size))
+        size = Bucket(plan.num_tokens, len(plan.rows), -(-length // block_size))
         return next(bucket for bucket in self.all if bucket.holds(size))
 
 

@@ -84,22 +84,23 @@ class DeclaredStages:
             self._entries[part.row] = used
 
     def users(self, plan: StepPlan) -> Sequence[int]:
-        """Returns the indices in ``plan.scheduled`` of the sampling requests that use a stage."""
+        """Returns the rows of the step that sample for a request with a stage."""
         if not self._entries:
             return ()
-        return [i for i, p in enumerate(plan.scheduled) if p.samples and p.row in self._entries]
+        return [i for i, p in enumerate(plan.rows) if p.samples and p.row in self._entries]
 
     def gather(self, plan: StepPlan, to_sample: Sequence[int], inputs: SamplingInputs) -> StageWork:
         """Builds the rows of the stages that run in a step.
 
         Args:
           plan: the plan of the step.
-          to_sample: indices in ``plan.scheduled`` of the rows to sample.
+          to_sample: indices in ``plan.rows`` of the rows to sample.
           inputs: the parameters of these rows, as numpy arrays.
         """
         if not self._entries:
             return NO_STAGES
-        parts = [plan.scheduled[i] for i in to_sample]
+        plan_rows = plan.rows
+        parts = [plan_rows[i] for i in to_sample]
         used = sorted({k for part in parts for k in self._entries.get(part.row, ())})
         rows = [(k, self._rows(k, parts, inputs)) for k in used]
         return StageWork(

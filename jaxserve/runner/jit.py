@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -49,6 +49,13 @@ class Packed:
             leaves.append(lax.bitcast_convert_type(part, np.dtype(dtype)))
             start = end
         return jax.tree.unflatten(self.tree, leaves)
+
+    def replaced(self, tree: Any) -> Packed:
+        """Packs other arrays of the same shapes and dtypes. For use inside a jitted function."""
+        leaves, structure = jax.tree.flatten(tree)
+        assert structure == self.tree
+        flat = [lax.bitcast_convert_type(leaf.reshape(-1), np.dtype("int32")) for leaf in leaves]
+        return replace(self, buffer=lax.concatenate(flat, 0))
 
 
 def pack(tree: Any) -> Packed:

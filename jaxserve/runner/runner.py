@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Int32
 
 from jaxserve.config import LogprobsMode
-from jaxserve.core.plan import Sizes, StepPlan, StepResult
-from jaxserve.ipc.messages import TokenLogprobs
+from jaxserve.core.plan import Sizes, StepPlan
+from jaxserve.core.speculation import monotonous
 from jaxserve.ops.attention import AttentionBackend, KVCache
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import Bucket, Buckets
 from jaxserve.runner.declared_stages import DeclaredStages
+from jaxserve.runner.draft_rows import PlacedRows
 from jaxserve.runner.jit import CompilationLog, Program, pack
+from jaxserve.runner.pending import PendingStep
 from jaxserve.runner.placement import ONE_DEVICE, Placement, specs
-from jaxserve.runner.pooling import PooledVectors, Pooler
-from jaxserve.runner.prompt_logprobs import PromptScorer, PromptScores
+from jaxserve.runner.pooling import Pooler
+from jaxserve.runner.prompt_logprobs import PromptScorer
+from jaxserve.runner.proposer import ProposeFn
+from jaxserve.runner.sampler_warm_ups import SamplerWarmUps
+from jaxserve.runner.sampling_work import NO_REQUESTS, Sampled, SamplingWork, Verify
+from jaxserve.runner.speculator import Speculator
 from jaxserve.runner.step import Forward, LanguageModel, StepState, make_step
-from jaxserve.runner.token_sampler import NO_REQUESTS, Sampled, SamplingWork, TokenSampler
+from jaxserve.runner.token_sampler import TokenSampler
 from jaxserve.sampling.declaration import Stage
-from jaxserve.sampling.logprobs import to_message
+
+NO_DRAFTS = StepPlan(step_id=-1, scheduled=(), speculates=True)
+
+MEASURED_STEPS = 3
+"""Steps of each size of which the fastest counts."""
 
 
 class ModelRunner:
@@ -46,6 +55,11 @@ class ModelRunner:
       stages: the declared stages of the sampler.
       placement: the devices of ``params`` and ``kv``. The sampler runs on all of them alike, since
         each has all logits and last tokens.
+      propose: proposes the drafts of plans that speculate, ``sizes.max_drafts`` at most.
+
+    Attributes:
+      buckets: the shapes of steps.
+      step_costs: see `Speculation`; empty before `warm_up` and without speculation.
     """
 
     def __init__(
@@ -61,6 +75,7 @@ class ModelRunner:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         stages: Sequence[Stage] = (),
         placement: Placement = ONE_DEVICE,
+        propose: ProposeFn | None = None,
     ) -> None:
         rows = sizes.max_num_seqs
         self._log = CompilationLog()
@@ -71,6 +86,7 @@ class ModelRunner:
         self._step = Program("step", step, self._log)
         self._sampler = TokenSampler(
             num_rows=rows,
+            max_num_rows=sizes.max_num_rows,
             vocab_size=vocab_size,
             logprobs_mode=logprobs_mode,
             log=self._log,
@@ -90,7 +106,7 @@ class ModelRunner:
         self._pooler = Pooler(bind, log=self._log)
         self._block_size = sizes.block_size
         self.buckets = Buckets(
-            max_num_seqs=rows,
+            max_num_rows=sizes.max_num_rows,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             table_widths=table_widths,
         )
@@ -101,6 +117,12 @@ class ModelRunner:
             block_size=sizes.block_size,
             num_groups=len(sizes.windows),
         )
+        self._speculator = None
+        if propose is not None:
+            self._speculator = Speculator(
+                propose, sizes, log=self._log, sharding=placement.sharding()
+            )
+        self.step_costs: tuple[tuple[int, float], ...] = ()
 
     @property
     def num_compilations(self) -> int:
@@ -115,15 +137,20 @@ class ModelRunner:
         for part in plan.scheduled:
             if part.is_new:
                 self._sampler.admit(part)
+            if part.starts_speculation:
+                self._drafting.start(part, self._state.last_tokens)
         bucket = self.buckets.smallest_for(plan, self._block_size)
         needs = self._sampler.needs(plan)
-        forward = self._run(plan, bucket, frozenset(needs.to_sample))
+        forward, placed = self._run(plan, bucket, frozenset(needs.to_sample))
         scores = self._scorer.start(self._params, forward.hidden, plan)
         pooled = self._pooler.start(self._params, forward.hidden, plan)
-        work = self._sampler.gather(plan, needs, forward.logits)
-        step = PendingStep(
-            plan, forward.most_likely, work, self._sample, scores=scores, pooled=pooled
-        )
+        positions = None if placed is None else placed.next_positions
+        work = self._sampler.gather(plan, needs, forward.logits, positions)
+        verify = None
+        if placed is not None:
+            verify = functools.partial(self._drafting.accept, placed, forward.most_likely)
+        sample = functools.partial(self._sample, verify=verify)
+        step = PendingStep(plan, forward.most_likely, work, sample, scores=scores, pooled=pooled)
         if not plan.is_constrained:
             step.sample()
         return step
@@ -131,107 +158,76 @@ class ModelRunner:
     def warm_up(self, on_program: Callable[[int, int, str], None]) -> None:
         """Compiles every bucket and the common sampling programs, by running each on padding.
 
+        If the engine speculates, it also measures `step_costs`.
+
         ``on_program(done, total, name)`` is called before each program, and once at the end.
         """
         buckets = self.buckets.all
         hidden: dict[int, jax.Array] = {}
 
-        def run_step(bucket: Bucket) -> Forward:
-            forward = self._run(NO_REQUESTS, bucket)
+        def run_step(bucket: Bucket, plan: StepPlan = NO_REQUESTS) -> Forward:
+            forward, _ = self._run(plan, bucket)
             hidden[bucket.num_tokens] = forward.hidden
             return forward
 
         programs: list[tuple[str, Callable[[], Any]]] = [
             (_name(bucket), functools.partial(run_step, bucket)) for bucket in buckets
         ]
-        programs += self._sampler.warm_ups({bucket.num_rows for bucket in buckets})
+        num_rows = {bucket.num_rows for bucket in buckets}
+        if self._speculator is None:
+            programs += SamplerWarmUps(self._sampler).programs(num_rows)
+        else:
+            programs += [
+                (f"drafts, {_name(bucket)}", functools.partial(run_step, bucket, NO_DRAFTS))
+                for bucket in buckets
+            ]
+            programs += self._speculator.warm_ups(num_rows, self._sampler.sizes)
+            programs += SamplerWarmUps(self._sampler).programs(num_rows, num_drawn=max(num_rows))
         sizes = {bucket.num_tokens for bucket in buckets}
         programs += self._scorer.warm_ups(self._params, hidden, sizes)
         with self._log.expected():
             for done, (name, run) in enumerate(programs):
                 on_program(done, len(programs), name)
                 jax.block_until_ready(run())
+            if self._speculator is not None:
+                self.step_costs = self._measure_steps()
         on_program(len(programs), len(programs), "")
 
-    def _run(self, plan: StepPlan, bucket: Bucket, to_sample: Container[int] = ()) -> Forward:
-        """Starts the forward pass. ``to_sample``: see `BatchBuilder.build`."""
-        inputs = self._batch.build(plan, bucket, to_sample=to_sample)
-        shapes = _name(bucket)
-        self._state, forward = self._step(self._params, self._state, pack(inputs), shapes=shapes)
-        return forward
+    def _measure_steps(self) -> tuple[tuple[int, float], ...]:
+        """Returns the numbers of rows of decode steps, and the seconds that each takes."""
+        costs = []
+        for bucket in self.buckets.all:
+            if not bucket.decode_only or bucket.table_width != self.buckets.all[0].table_width:
+                continue
+            seconds = []
+            for _ in range(MEASURED_STEPS):
+                start = time.perf_counter()
+                jax.block_until_ready(self._run(NO_DRAFTS, bucket))
+                seconds.append(time.perf_counter() - start)
+            costs.append((bucket.num_rows, min(seconds)))
+        return monotonous(costs)
 
-    def _sample(self, work: SamplingWork) -> Sampled:
+    @property
+    def _drafting(self) -> Speculator:
+        assert self._speculator is not None, "the plan speculates, and there is no proposer"
+        return self._speculator
+
+    def _run(
+        self, plan: StepPlan, bucket: Bucket, to_sample: Container[int] = ()
+    ) -> tuple[Forward, PlacedRows | None]:
+        """Starts the forward pass. ``to_sample``: see `BatchBuilder.build`."""
+        packed, placed = pack(self._batch.build(plan, bucket, to_sample=to_sample)), None
+        if plan.speculates:
+            packed, placed = self._drafting.place(plan, bucket, packed)
+        shapes = _name(bucket)
+        self._state, forward = self._step(self._params, self._state, packed, shapes=shapes)
+        return forward, placed
+
+    def _sample(self, work: SamplingWork, verify: Verify | None) -> Sampled:
         """Starts the sampler for the step that was started last."""
-        last_tokens, sampled = self._sampler.finish(work, self._state.last_tokens)
+        last_tokens, sampled = self._sampler.finish(work, self._state.last_tokens, verify)
         self._state = StepState(self._state.kv, last_tokens)
         return sampled
-
-
-class PendingStep:
-    """A step in flight: forward pass started -> `sample` -> sampler started -> `result`.
-
-    Args:
-      plan: the plan of the step.
-      most_likely: i32[R], the most likely token of each request.
-      work: the sampler's part of the step.
-      run_sampler: starts that part without waiting for it.
-      scores: the prompt log probabilities of the step, or None.
-      pooled: the pooled vectors of the step, or None.
-    """
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        most_likely: Int32[Array, " rows"],
-        work: SamplingWork,
-        run_sampler: Callable[[SamplingWork], Sampled],
-        *,
-        scores: PromptScores | None,
-        pooled: PooledVectors | None,
-    ) -> None:
-        self._plan = plan
-        self._most_likely = most_likely
-        self._work = work
-        self._run_sampler = run_sampler
-        self._scores = scores
-        self._pooled = pooled
-        self._sampled: Sampled | None = None
-        most_likely.copy_to_host_async()
-
-    def sample(self) -> None:
-        """Starts the sampler. Call it once, before the next step is executed."""
-        assert self._sampled is None, "sampled already"
-        self._sampled = self._run_sampler(self._work)
-        for array in jax.tree.leaves(self._sampled):
-            array.copy_to_host_async()
-
-    def result(self) -> StepResult:
-        """Waits for the step and returns its results. Call it once, after `sample`."""
-        assert self._sampled is not None, "not sampled yet"
-        sampled = jax.tree.map(np.asarray, self._sampled)
-        tokens = np.array(self._most_likely)
-        if sampled.tokens is not None:
-            indices = list(self._work.needs.to_sample)
-            tokens[indices] = sampled.tokens[: len(indices)]
-        indices = [i for i, part in enumerate(self._plan.scheduled) if part.samples]
-        return StepResult(
-            tokens[indices].tolist(),
-            None if sampled.logprobs is None else self._logprobs(sampled, tokens, indices),
-            prompt_logprobs=() if self._scores is None else self._scores.result(),
-            pooled=() if self._pooled is None else self._pooled.result(),
-        )
-
-    def _logprobs(
-        self, sampled: Sampled, tokens: Int32[np.ndarray, " rows"], indices: Sequence[int]
-    ) -> list[TokenLogprobs | None]:
-        """Returns an entry for each of ``indices``, or None if that request asked for none."""
-        assert sampled.logprobs is not None
-        found = {}
-        for row, i in enumerate(self._work.needs.to_score):
-            k = self._plan.scheduled[i].params.logprobs
-            assert k is not None
-            found[i] = to_message(sampled.logprobs, row, int(tokens[i]), k)
-        return [found.get(i) for i in indices]
 
 
 def _name(bucket: Bucket) -> str:

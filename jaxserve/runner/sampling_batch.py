@@ -37,9 +37,9 @@ class SamplingNeeds:
     """The work of the sampler in one step.
 
     Attributes:
-      to_sample: indices in ``plan.scheduled`` of the requests whose token the sampler chooses. The
-        others get the most likely token, which the step computes.
-      to_score: indices in ``plan.scheduled`` of the requests that want log probabilities.
+      to_sample: indices in ``plan.rows`` of the rows whose token the sampler chooses. The others
+        get the most likely token, which the step computes.
+      to_score: indices in ``plan.rows`` of the rows whose requests want log probabilities.
       num_logprobs: number of most likely tokens to score for each of these.
       has_masks: at least one request may sample only some tokens.
       has_token_lists: at least one request has biases, penalties or blocked tokens.
@@ -93,7 +93,8 @@ class SamplingBatchBuilder:
         to_score: list[int] = []
         random: list[SamplingParams] = []
         has_masks = has_token_lists = False
-        for i, part in enumerate(plan.scheduled):
+        rows = plan.rows
+        for i, part in enumerate(rows):
             if not part.samples:
                 continue
             params, rules = part.params, self._rules.get(part.row)
@@ -106,7 +107,7 @@ class SamplingBatchBuilder:
             if masked or listed or not params.is_greedy:
                 to_sample.append(i)
             has_masks, has_token_lists = has_masks or masked, has_token_lists or listed
-        most = max((plan.scheduled[i].params.logprobs or 0 for i in to_score), default=0)
+        most = max((rows[i].params.logprobs or 0 for i in to_score), default=0)
         return SamplingNeeds(
             to_sample=tuple(to_sample),
             to_score=tuple(to_score),
@@ -119,13 +120,15 @@ class SamplingBatchBuilder:
     def build(self, plan: StepPlan, needs: SamplingNeeds, num_rows: int) -> SamplingInputs:
         """Returns the rows of ``needs.to_sample`` as numpy arrays, padded to ``num_rows``.
 
-        The masks of constrained requests allow every token until `fill_masks` has filled them.
+        The masks of constrained requests allow every token until `fill_masks` has filled them. The
+        positions of requests that speculate are upper bounds.
         """
-        parts = [plan.scheduled[i] for i in needs.to_sample]
+        plan_rows = plan.rows
+        parts = [plan_rows[i] for i in needs.to_sample]
         rows = np.fromiter((part.row for part in parts), np.int32, len(parts))
         positions = np.fromiter((p.start + p.num_tokens for p in parts), np.int32, len(parts))
         arrays: dict[str, Any] = {
-            "kept_in_row": _padded(rows, self._num_rows, num_rows),
+            "kept_in_row": _padded(self._kept_in_row(parts, rows), self._num_rows, num_rows),
             "positions": _padded(positions, 0, num_rows),
         }
         for name, values in self._values.items():
@@ -135,6 +138,14 @@ class SamplingBatchBuilder:
         if needs.has_token_lists:
             arrays |= self._lists(parts, num_rows)
         return SamplingInputs(**arrays, filters=needs.filters)
+
+    def _kept_in_row(
+        self, parts: Sequence[ScheduledRequest], rows: Int32[np.ndarray, " n"]
+    ) -> Int32[np.ndarray, " n"]:
+        """Returns `SamplingInputs.kept_in_row`: not for requests that speculate."""
+        if not any(part.speculates for part in parts):
+            return rows
+        return np.where([part.speculates for part in parts], self._num_rows, rows).astype(np.int32)
 
     def _lists(self, parts: Sequence[ScheduledRequest], num_rows: int) -> dict[str, Any]:
         """Returns the token lists of `SamplingInputs`, padded to the same length."""
@@ -212,8 +223,9 @@ def fill_masks(plan: StepPlan, needs: SamplingNeeds, inputs: SamplingInputs) -> 
 
     Call it when the constraints have accepted all earlier tokens of their requests.
     """
+    rows = plan.rows
     for row, i in enumerate(needs.to_sample):
-        constraint = plan.scheduled[i].constraint
+        constraint = rows[i].constraint
         if constraint is not None:
             assert inputs.mask is not None
             constraint.fill_mask(inputs.mask[row])

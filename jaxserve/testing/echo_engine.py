@@ -51,7 +51,11 @@ class EchoRunner:
         """Starts a step that ends one interval after the previous one, or at once if it is late."""
         self._last_s = max(self._last_s + self._step_s, time.monotonic())
         tokens = [
-            s.known_token_ids[(len(s.known_token_ids) + s.num_unknown_tokens) % s.num_prompt_tokens]
+            [
+                s.known_token_ids[
+                    (len(s.known_token_ids) + s.num_unknown_tokens) % s.num_prompt_tokens
+                ]
+            ]
             for s in plan.sampling
         ]
         return EchoStep(StepResult(tokens), self._last_s)

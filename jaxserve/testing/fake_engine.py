@@ -14,7 +14,9 @@ from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.plan import Runner, Sizes
 from jaxserve.engine.core import BuiltEngine, assemble
 from jaxserve.ipc.messages import Decision, Progress
-from jaxserve.testing.fake_runner import POOLED_WIDTH, FakeModel, FakeRunner
+from jaxserve.testing import ngram_reference
+from jaxserve.testing.fake_model import FakeModel
+from jaxserve.testing.fake_runner import POOLED_WIDTH, FakeRunner
 
 MAX_MODEL_LEN = 1024
 NUM_BLOCKS = 512
@@ -33,7 +35,12 @@ def build(
     model = FakeModel.parse(config.model.model)
 
     def make_runner(sizes: Sizes) -> Runner:
-        return FakeRunner(model, num_blocks=sizes.num_blocks, block_size=sizes.block_size)
+        return FakeRunner(
+            model,
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            propose=ngram_reference.propose,
+        )
 
     return build_around(make_runner, config, engine, on_progress, vocab_size=model.vocab_size)
 
@@ -67,11 +74,13 @@ def _sizes(config: EngineConfig) -> Sizes:
     block_size = config.cache.block_size
     num_blocks = config.cache.num_blocks or NUM_BLOCKS
     max_num_batched_tokens = config.scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
-    groups = CacheGroups((None,), block_size, max_num_batched_tokens)
+    max_drafts = config.speculation.max_drafts
+    groups = CacheGroups((None,), block_size, max_num_batched_tokens + max_drafts)
     return Sizes(
         max_model_len=groups.longest(num_blocks - 1, config.model.max_model_len or MAX_MODEL_LEN),
         block_size=block_size,
         num_blocks=num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs or MAX_NUM_SEQS,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_drafts=max_drafts,
     )

@@ -9,67 +9,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-import zlib
 from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from jaxserve.core.block_pool import NULL_BLOCK
 from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
-from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import TokenLogprobs
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing.fake_model import FakeModel, fake_logprobs, next_token
 
 POOLED_WIDTH = 8
 """Length of the vectors that a fake runner returns for pooling requests."""
 
-
-@dataclass(frozen=True, slots=True)
-class FakeModel:
-    """The behaviour of a fake runner.
-
-    Attributes:
-      vocab_size: tokens are in ``[0, vocab_size)``.
-      step_s: seconds that a step takes.
-      eos_after: a request with an end token samples it as output token number ``eos_after``,
-        counted from 1. If None, it samples the end token only where the hash equals it.
-      fail_on_step: this call of `FakeRunner.execute`, counted from 1, raises.
-    """
-
-    vocab_size: int = 1000
-    step_s: float = 0.0
-    eos_after: int | None = None
-    fail_on_step: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> FakeModel:
-        """Parses a model name like ``fake:vocab=300,step_s=0.01,eos_after=5,fail_on_step=9``.
-
-        Each option may be left out. Any other model name means a fake model without options.
-
-        Raises:
-          ConfigError: an option is unknown, or its value is not a number.
-        """
-        name, _, rest = text.partition(":")
-        if name != "fake":
-            return cls()
-        options = [item.split("=") for item in rest.split(",") if item]
-        try:
-            values = {name: float(value) for name, value in options}
-            step_s = values.pop("step_s", 0.0)
-            known = {
-                "vocab": "vocab_size",
-                "eos_after": "eos_after",
-                "fail_on_step": "fail_on_step",
-            }
-            numbers = {known[name]: int(value) for name, value in values.items()}
-        except (ValueError, KeyError) as error:
-            raise ConfigError(
-                "a fake model is named like fake:vocab=300,step_s=0.01,eos_after=5,fail_on_step=9 "
-                f"(each option may be left out), got {text!r}"
-            ) from error
-        return cls(step_s=step_s, **numbers)
+Propose = Callable[[Sequence[int], int], Sequence[int]]
 
 
 class FakeRunner:
@@ -84,6 +37,8 @@ class FakeRunner:
       num_blocks, block_size: the size of the cache.
       windows: the window of each group of layers; see `CacheGroups`.
       gate: if given, no step is ready before this event is set; for tests.
+      propose: proposes drafts for requests that speculate, from their tokens and the number of
+        drafts wanted; it may return fewer.
     """
 
     def __init__(
@@ -94,7 +49,9 @@ class FakeRunner:
         block_size: int,
         windows: tuple[int | None, ...] = (None,),
         gate: threading.Event | None = None,
+        propose: Propose = lambda tokens, count: [],
     ) -> None:
+        self._propose = propose
         self._model = model
         self._block_size = block_size
         self._windows = windows
@@ -122,24 +79,28 @@ class FakeRunner:
         self._check(plan)
         rows = [self._place(scheduled) for scheduled in plan.scheduled]
         self._check_owners(plan, rows)
-        for row, scheduled in zip(rows, plan.scheduled, strict=True):
-            self._write(row, scheduled)
-        for row, scheduled in zip(rows, plan.scheduled, strict=True):
-            self._read(row, scheduled.start)
-        tokens = []
-        for row, scheduled in zip(rows, plan.scheduled, strict=True):
-            if scheduled.samples:
-                row.last_token = self._sample(row, scheduled)
-                tokens.append(row.last_token)
+        starts = [
+            self._write(row, scheduled) for row, scheduled in zip(rows, plan.scheduled, strict=True)
+        ]
+        for row, start in zip(rows, starts, strict=True):
+            self._read(row, start)
+        tokens = [
+            self._sample(row, scheduled)
+            for row, scheduled in zip(rows, plan.scheduled, strict=True)
+            if scheduled.samples
+        ]
         params = [scheduled.params for scheduled in plan.sampling]
         logprobs = None
         if any(p.logprobs is not None for p in params):
             pairs = zip(tokens, params, strict=True)
-            logprobs = [fake_logprobs(t, p.logprobs, self._model.vocab_size) for t, p in pairs]
+            logprobs = [self._logprobs(several, p.logprobs) for several, p in pairs]
+        num_drafts = [len(self._rows[s.row].drafts) for s in plan.sampling]
         prompt_logprobs = [self._score(scheduled) for scheduled in plan.scoring]
         # Every element is the number of tokens.
         pooled = [[float(scheduled.num_tokens)] * POOLED_WIDTH for scheduled in plan.pooling]
-        result = StepResult(tokens, logprobs, prompt_logprobs, pooled)
+        result = StepResult(
+            tokens, logprobs, prompt_logprobs, pooled, num_drafts if plan.speculates else ()
+        )
         return FakeStep(result, self._gate, self._model.step_s)
 
     def _score(self, scheduled: ScheduledRequest) -> list[TokenLogprobs]:
@@ -149,14 +110,19 @@ class FakeRunner:
         entries = (fake_logprobs(token, k, self._model.vocab_size) for token in tokens)
         return [entry for entry in entries if entry is not None]
 
+    def _logprobs(self, tokens: list[int], k: int | None) -> list[TokenLogprobs] | None:
+        entries = (fake_logprobs(token, k, self._model.vocab_size) for token in tokens)
+        return None if k is None else [entry for entry in entries if entry is not None]
+
     def _check(self, plan: StepPlan) -> None:
         assert plan.scheduled, "an empty step"
         rows = {s.row for s in plan.scheduled}
         assert len(rows) == len(plan.scheduled), "two requests in one row"
         ids = {s.request_id for s in plan.scheduled}
         assert len(ids) == len(plan.scheduled), "a request is scheduled twice"
-        is_longer = [s.num_tokens > 1 for s in plan.scheduled]
-        assert is_longer == sorted(is_longer), "requests with one token come first"
+        is_longer = [s.num_tokens > s.num_rows for s in plan.scheduled]
+        assert is_longer == sorted(is_longer), "rows with one token come first"
+        assert plan.speculates == any(s.speculates for s in plan.scheduled)
 
     def _place(self, scheduled: ScheduledRequest) -> _Row:
         """Returns the row of a scheduled request, with its block tables up to date."""
@@ -167,7 +133,10 @@ class FakeRunner:
             )
         row = self._rows[scheduled.row]
         assert row.request_id == scheduled.request_id, "a row got another request without is_new"
-        assert scheduled.start == len(row.tokens), "a gap or an overlap in the positions"
+        if scheduled.speculates:
+            self._check_bounds(row, scheduled)
+        else:
+            assert scheduled.start == len(row.tokens), "a gap or an overlap in the positions"
         for group, start, block_ids in scheduled.table_updates:
             table = row.block_tables[group]
             end = start + len(block_ids)
@@ -181,38 +150,62 @@ class FakeRunner:
         assert len(set(row.held())) == len(row.held()), "a block is twice in the tables of a row"
         return row
 
+    def _check_bounds(self, row: _Row, scheduled: ScheduledRequest) -> None:
+        """Asserts that the position on the device is within what the host knows of it."""
+        num_known = len(scheduled.known_token_ids)
+        assert scheduled.num_tokens == scheduled.num_rows, "a row has more than one token"
+        assert scheduled.start + 1 == num_known + scheduled.num_unknown_tokens
+        assert num_known <= len(row.tokens) + 1 <= scheduled.start + 1, "outside the bounds"
+        if scheduled.starts_speculation:
+            assert len(row.tokens) == scheduled.start, "the position is not exact"
+        else:
+            assert row.is_speculating, "the device does not know the tokens of the row"
+
     def _check_owners(self, plan: StepPlan, rows: list[_Row]) -> None:
         """Asserts that every written block is in one block table only; full ones may be shared."""
         holders = Counter(itertools.chain.from_iterable(row.held() for row in rows))
         for row, scheduled in zip(rows, plan.scheduled, strict=True):
             end = scheduled.start + scheduled.num_tokens
-            first, last = scheduled.start // self._block_size, (end - 1) // self._block_size
+            start = min(scheduled.start, len(row.tokens))
+            first, last = start // self._block_size, (end - 1) // self._block_size
             for table in row.block_tables:
                 assert last < len(table), "a slot is outside the blocks of the row"
                 written = table[first : last + 1]
                 assert all(written), "a written block was given back"
                 assert all(holders[block] == 1 for block in written), "a written block is shared"
 
-    def _write(self, row: _Row, scheduled: ScheduledRequest) -> None:
-        end = scheduled.start + scheduled.num_tokens
-        if scheduled.token_ids:
+    def _write(self, row: _Row, scheduled: ScheduledRequest) -> int:
+        """Writes the tokens of a step to the cache; returns the position of the first."""
+        row.drafts = []
+        row.is_speculating = scheduled.speculates
+        start, end = scheduled.start, scheduled.start + scheduled.num_tokens
+        if scheduled.speculates:
+            start = len(row.tokens)
+            # The host knows the last token of a row whose only output was computed in a prefill.
+            last = row.last_token
+            if not scheduled.num_unknown_tokens:
+                last = scheduled.known_token_ids[-1]
+            if scheduled.num_drafts:
+                proposed = self._propose([*row.tokens, last], scheduled.num_drafts)
+                row.drafts = list(proposed[: scheduled.num_drafts])
+            tokens = [last, *row.drafts]
+        elif scheduled.token_ids:
             tokens = scheduled.token_ids
-            assert list(tokens) == scheduled.known_token_ids[scheduled.start : end], (
+            assert list(tokens) == scheduled.known_token_ids[start:end], (
                 "token IDs differ from the known ones"
             )
         else:
             tokens = [row.last_token]
-            assert scheduled.start == len(scheduled.known_token_ids), (
-                "token IDs are missing although known"
-            )
-        assert len(tokens) == scheduled.num_tokens
+            assert start == len(scheduled.known_token_ids), "token IDs are missing although known"
+        assert scheduled.speculates or len(tokens) == scheduled.num_tokens
         for group, table in enumerate(row.block_tables):
-            for position, token in enumerate(tokens, scheduled.start):
+            for position, token in enumerate(tokens, start):
                 index, offset = divmod(position, self._block_size)
                 block = self._blocks[table[index]]
                 block.place = (group, index)
                 block.tokens[offset] = token
         row.tokens.extend(tokens)
+        return start
 
     def _read(self, row: _Row, start: int) -> None:
         """Asserts that the cache has all tokens that queries from position ``start`` on see."""
@@ -228,11 +221,24 @@ class FakeRunner:
             seen = tokens[: end - first * size]
             assert seen == row.tokens[first * size :], "a seen block holds other tokens"
 
-    def _sample(self, row: _Row, scheduled: ScheduledRequest) -> int:
-        num_tokens = len(scheduled.known_token_ids) + scheduled.num_unknown_tokens
-        assert len(row.tokens) == num_tokens, "sampling must follow the last token"
-        return _next_token(
-            row.tokens,
+    def _sample(self, row: _Row, scheduled: ScheduledRequest) -> list[int]:
+        """Returns the sampled tokens: one, and one for each draft that equals the one before."""
+        if not scheduled.speculates:
+            num_tokens = len(scheduled.known_token_ids) + scheduled.num_unknown_tokens
+            assert len(row.tokens) == num_tokens, "sampling must follow the last token"
+        first = len(row.tokens) - len(row.drafts)
+        sampled: list[int] = []
+        for count, draft in enumerate([*row.drafts, None], first):
+            sampled.append(self._next_token(row.tokens[:count], scheduled))
+            if draft != sampled[-1]:
+                break
+        del row.tokens[first + len(sampled) - 1 :]
+        row.last_token = sampled[-1]
+        return sampled
+
+    def _next_token(self, context: array[int], scheduled: ScheduledRequest) -> int:
+        return next_token(
+            context,
             scheduled.params,
             self._model,
             num_prompt_tokens=scheduled.num_prompt_tokens,
@@ -248,6 +254,8 @@ class _Row:
     block_tables: list[list[int]]
     tokens: array[int]
     last_token: int = -1
+    drafts: list[int] = field(default_factory=list[int])
+    is_speculating: bool = False
 
     def held(self) -> list[int]:
         """Returns the blocks in the tables."""
@@ -280,51 +288,3 @@ class FakeStep:
         if self._step_s > 0:
             threading.Event().wait(self._step_s)
         return self._result
-
-
-def expected_tokens(
-    prompt_token_ids: Sequence[int],
-    params: SamplingParams,
-    model: FakeModel,
-    *,
-    context_length: int,
-    eos_token_id: int | None = None,
-) -> list[int]:
-    """Returns the whole output for a prompt, which must not depend on other requests."""
-    tokens = array("q", prompt_token_ids)
-    num_prompt = len(tokens)
-    limit = context_length - num_prompt
-    if params.max_tokens is not None:
-        limit = min(limit, params.max_tokens)
-    ends = {eos_token_id, *params.stop_token_ids}
-    for count in range(1, limit + 1):
-        token = _next_token(
-            tokens, params, model, num_prompt_tokens=num_prompt, eos_token_id=eos_token_id
-        )
-        tokens.append(token)
-        if count >= params.min_tokens and token in ends:
-            break
-    return list(tokens[num_prompt:])
-
-
-def fake_logprobs(token_id: int, k: int | None, vocab_size: int) -> TokenLogprobs | None:
-    """Returns fake logprobs: the token is the most likely one, and the next IDs follow it."""
-    if k is None:
-        return None
-    ids = [token_id, *((token_id + i) % vocab_size for i in range(k))]
-    return TokenLogprobs(ids, [-0.5, *(-0.5 - i for i in range(k))], rank=1)
-
-
-def _next_token(
-    context: array[int],
-    params: SamplingParams,
-    model: FakeModel,
-    *,
-    num_prompt_tokens: int,
-    eos_token_id: int | None,
-) -> int:
-    """Returns a hash of all tokens so far, and of the seed unless sampling is greedy."""
-    if eos_token_id is not None and len(context) + 1 - num_prompt_tokens == model.eos_after:
-        return eos_token_id
-    seed = 0 if params.is_greedy else (params.seed or 0)
-    return zlib.crc32(context.tobytes(), seed & 0xFFFFFFFF) % model.vocab_size

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+import msgspec
+
 from jaxserve.errors import EngineDeadError
 from jaxserve.ipc.messages import (
     Decision,
@@ -52,6 +54,7 @@ class ScriptedEngine:
       stall_after: a request stops after this many tokens until it is aborted; None: never.
       fail_after: requests fail with EngineDeadError after this many tokens; None: never.
       error: if set, `generate` and `check_health` raise it.
+      base_stats: the state that `stats` reports, apart from the running requests.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ScriptedEngine:
         self.stall_after: int | None = None
         self.fail_after: int | None = None
         self.error: Exception | None = None
+        self.base_stats = StepStats()
         self._script = script
         self._tokens_per_output = tokens_per_output
         self._running: dict[str, asyncio.Event] = {}
@@ -74,7 +78,7 @@ class ScriptedEngine:
     @property
     def stats(self) -> dict[int, StepStats]:
         """The state of one engine that runs every request at once."""
-        return {0: StepStats(num_running=len(self._running))}
+        return {0: msgspec.structs.replace(self.base_stats, num_running=len(self._running))}
 
     def check_health(self) -> None:
         """Raises ``error`` if it is set."""

@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig, Scheduler
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.ipc.messages import FinishReason, Progress, Submit
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.fake_runner import FakeModel, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
 from jaxserve.testing.waiting import until
 
 FAKE = "jaxserve.testing.fake_engine:build"

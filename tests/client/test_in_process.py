@@ -14,7 +14,8 @@ from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Progress, RequestOutput, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
-from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
+from jaxserve.testing.fake_runner import FakeRunner
 from jaxserve.testing.waiting import until
 
 FAKE = FakeModel()

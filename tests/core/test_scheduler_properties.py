@@ -1,5 +1,7 @@
-"""Random scenarios: every request gets the tokens that it would get alone."""
+"""Random scenarios: every request gets the tokens that it would get alone, without drafts."""
 
+import zlib
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -8,10 +10,12 @@ from hypothesis import HealthCheck, given, settings
 
 from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.scheduler import Scheduler
+from jaxserve.core.speculation import Speculation
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
+from jaxserve.testing.fake_runner import FakeRunner
 
 EOS = 3
 MODEL = FakeModel(vocab_size=12)
@@ -41,6 +45,7 @@ class Scenario:
     max_model_len: int
     windows: tuple[int | None, ...]
     arrivals: list[Arrival]
+    max_drafts: int
 
     @property
     def cache(self):
@@ -53,12 +58,22 @@ class Scenario:
     @property
     def context(self):
         """The most tokens of a request, at most ``max_model_len``."""
-        groups = CacheGroups(self.windows, self.block_size, self.budget)
+        groups = CacheGroups(self.windows, self.block_size, self.budget + self.max_drafts)
         return groups.longest(self.num_blocks - 1, self.max_model_len)
 
     @property
     def budget(self):
         return self.max_num_seqs + self.spare_budget
+
+    @property
+    def max_num_rows(self):
+        return max(self.max_num_seqs, 1 + self.max_drafts)
+
+    @property
+    def speculation(self):
+        if self.max_drafts == 0:
+            return None
+        return Speculation(self.max_drafts, step_costs=((self.max_num_rows, 1.0),))
 
 
 @st.composite
@@ -95,7 +110,20 @@ scenarios = st.builds(
     windows=st.just((None,))
     | st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=3).map(tuple),
     arrivals=st.lists(arrivals, min_size=3, max_size=10),
+    max_drafts=st.sampled_from([0, 0, 1, 2, 5]),
 ).filter(lambda scenario: scenario.context > 0)
+
+
+def propose(tokens, count):
+    """Proposes drafts of which some are right, for some seeds, and sometimes fewer than wanted."""
+    context = array("q", tokens)
+    luck = zlib.crc32(context.tobytes(), 1)
+    seed = (luck % 11 - 5) & 0xFFFFFFFF if luck & 64 else 0
+    drafts = []
+    for _ in range(count - (luck % 3 == 0)):
+        drafts.append(zlib.crc32(context.tobytes(), seed) % MODEL.vocab_size)
+        context.append(drafts[-1])
+    return drafts
 
 
 class CheckedRunner:
@@ -104,7 +132,7 @@ class CheckedRunner:
     def __init__(self, scenario, seen):
         self._scenario = scenario
         self._seen = seen
-        self._runner = FakeRunner(MODEL, **scenario.cache)
+        self._runner = FakeRunner(MODEL, **scenario.cache, propose=propose)
 
     @property
     def num_compilations(self):
@@ -113,6 +141,7 @@ class CheckedRunner:
     def execute(self, plan):
         assert plan.num_tokens <= self._scenario.budget
         assert len(plan.scheduled) <= self._scenario.max_num_seqs
+        assert len(plan.rows) <= self._scenario.max_num_rows
         for part in plan.scheduled:
             assert 0 <= part.row < self._scenario.max_num_seqs
             self._seen["chunks"] += not part.samples
@@ -120,8 +149,11 @@ class CheckedRunner:
             self._seen["given back"] += gave_back
             self._seen["moved within a prompt"] += gave_back and len(part.token_ids) > 1
             self._seen["unknown tokens"] += part.num_unknown_tokens
-        self._seen["sampled"] += len(plan.sampling)
-        return self._runner.execute(plan)
+            self._seen["drafts in flight"] += part.speculates and part.num_unknown_tokens > 1
+            self._seen["speculation ends"] += part.speculates and part.num_drafts == 0
+        step = self._runner.execute(plan)
+        self._seen["sampled"] += sum(map(len, step.result().token_ids))
+        return step
 
 
 @dataclass
@@ -169,6 +201,7 @@ def run_scenario(scenario):
         max_num_batched_tokens=scenario.budget,
         max_model_len=scenario.context,
         policy=scenario.policy,
+        speculation=scenario.speculation,
         **scenario.cache,
     )
     core = EngineCore(scheduler, CheckedRunner(scenario, seen), depth=scenario.depth)
@@ -197,6 +230,10 @@ def run_scenario(scenario):
     seen["refused"] = sum(record.finish_reason == FinishReason.ERROR for record in records.values())
     seen["aborted"] = sum(record.aborted for record in records.values())
     seen["dropped"] = seen["sampled"] - stats.total_generation_tokens
+    accepted = sum(stats.accepted_per_position)
+    assert stats.total_drafts <= stats.total_draft_tokens >= accepted
+    assert stats.accepted_per_position == tuple(sorted(stats.accepted_per_position, reverse=True))
+    seen["accepted"], seen["rejected"] = accepted, stats.total_draft_tokens - accepted
     return seen
 
 
@@ -219,7 +256,7 @@ def add_output(record, output):
     if output.finish_reason == FinishReason.ERROR:
         assert output.token_ids == []
         return
-    assert len(output.token_ids) == 1
+    assert output.token_ids
     assert record.scheduled_s in (None, output.scheduled_s), "scheduled_s changed"
     record.scheduled_s = output.scheduled_s
     record.tokens += output.token_ids
@@ -272,13 +309,14 @@ def check_reason(record):
 def test_every_request_gets_the_tokens_that_it_would_get_alone():
     seen = Counter()
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(scenarios)
     def check(scenario):
         seen.update(run_scenario(scenario))
 
     check()
     # Without these events the scenarios would test nothing.
+    drafts = ("accepted", "rejected", "drafts in flight", "speculation ends")
     for event in (
         "preemptions",
         "chunks",
@@ -288,5 +326,6 @@ def test_every_request_gets_the_tokens_that_it_would_get_alone():
         "dropped",
         "aborted",
         "refused",
+        *drafts,
     ):
         assert seen[event] > 20, seen

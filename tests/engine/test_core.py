@@ -11,7 +11,8 @@ from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
+from jaxserve.testing.fake_runner import FakeRunner
 
 SIZES = {"max_model_len": 60, "num_blocks": 40, "block_size": 4}
 
@@ -65,7 +66,7 @@ class RecordingStep:
 
     def result(self):
         self.events.append(("result", self.plan.step_id))
-        return StepResult([5] * len(self.plan.sampling))
+        return StepResult([[5]] * len(self.plan.sampling))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -10,7 +10,7 @@ from jaxserve.engine.process import EngineLoop
 from jaxserve.ipc.messages import Abort, FinishReason, Shutdown, StepStats, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
-from jaxserve.testing.fake_runner import FakeModel, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
 
 
 def submit(request_id, max_tokens=5):

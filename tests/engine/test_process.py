@@ -16,7 +16,7 @@ from jaxserve.engine.process import failure
 from jaxserve.errors import CheckpointError, EngineDeadError
 from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.fake_runner import FakeModel, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
 from jaxserve.testing.waiting import wait_until
 
 FAKE = "jaxserve.testing.fake_engine:build"

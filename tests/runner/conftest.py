@@ -13,10 +13,12 @@ import pytest
 
 from jaxserve.core.plan import Sizes
 from jaxserve.core.scheduler import Scheduler
+from jaxserve.core.speculation import Speculation
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import RequestOutput, Submit
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
 from jaxserve.runner.kv_cache import allocate
+from jaxserve.runner.proposer import ProposeFn
 from jaxserve.runner.runner import ModelRunner
 from jaxserve.sampling.declaration import Stage
 from jaxserve.sampling_params import SamplingParams
@@ -147,6 +149,7 @@ def make_runner(
     *,
     sizes: Sizes = SIZES,
     stages: Sequence[Stage] = (),
+    propose: ProposeFn | None = None,
 ) -> ModelRunner:
     kv = allocate(
         num_layers=LAYERS,
@@ -167,6 +170,7 @@ def make_runner(
         vocab_size=VOCAB,
         table_widths=TABLE_WIDTHS,
         stages=stages,
+        propose=propose,
     )
 
 
@@ -203,11 +207,14 @@ def generate(runner: ModelRunner) -> Generate:
         *,
         depth: int = 1,
         stagger: int = 0,
+        runner: ModelRunner = runner,
+        speculation: Speculation | None = None,
         **sizes: int,
     ) -> dict[str, list[RequestOutput]]:
         names = ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks"]
         defaults = {name: getattr(SIZES, name) for name in [*names, "block_size"]}
-        core = EngineCore(Scheduler(**{**defaults, **sizes}), runner, depth=depth)
+        scheduler = Scheduler(**{**defaults, **sizes}, speculation=speculation)
+        core = EngineCore(scheduler, runner, depth=depth)
         waiting = [Submit(name, prompt, params) for name, (prompt, params) in requests.items()]
         outputs: dict[str, list[RequestOutput]] = {name: [] for name in requests}
         step = 0
@@ -220,6 +227,18 @@ def generate(runner: ModelRunner) -> Generate:
                 outputs[output.request_id].append(output)
             step += 1
         run.preemptions = core.stats().total_preemptions  # type: ignore[attr-defined]
+        run.stats = core.stats()  # type: ignore[attr-defined]
         return outputs
 
     return run
+
+
+@pytest.fixture(scope="session")
+def build_runner() -> Callable[..., ModelRunner]:
+    """See `make_runner`."""
+    return make_runner
+
+
+@pytest.fixture(scope="session")
+def tiny_sizes() -> Sizes:
+    return SIZES

@@ -21,7 +21,7 @@ def make_plan(*parts: tuple[int, int]) -> StepPlan:
     return StepPlan(0, scheduled)
 
 
-BUCKETS = Buckets(max_num_seqs=64, max_num_batched_tokens=512, table_widths=(4, 32))
+BUCKETS = Buckets(max_num_rows=64, max_num_batched_tokens=512, table_widths=(4, 32))
 
 
 def test_buckets_of_the_default_sizes():
@@ -57,7 +57,7 @@ def test_smallest_for_returns_the_cheapest_bucket_that_holds_the_plan(parts, exp
 def test_every_plan_within_the_limits_has_a_bucket(max_num_seqs, extra):
     max_tokens = max_num_seqs + extra
     buckets = Buckets(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, table_widths=(128,)
+        max_num_rows=max_num_seqs, max_num_batched_tokens=max_tokens, table_widths=(128,)
     )
     for rows in range(1, max_num_seqs + 1):
         for tokens in {rows, rows + 1, (rows + max_tokens) // 2, max_tokens}:

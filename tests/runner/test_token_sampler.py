@@ -12,7 +12,8 @@ import pytest
 from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
 from jaxserve.runner.jit import CompilationLog
-from jaxserve.runner.runner import PendingStep
+from jaxserve.runner.pending import PendingStep
+from jaxserve.runner.sampler_warm_ups import SamplerWarmUps
 from jaxserve.runner.token_sampler import TokenSampler
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.tolerance import rounding
@@ -72,7 +73,7 @@ def run(sampler: TokenSampler, logits: np.ndarray, parts: list[ScheduledRequest]
     step.sample()
     result = step.result()
     kept = np.asarray(last_tokens)
-    assert [kept[each.row] for each in parts] == list(result.token_ids)
+    assert [[kept[each.row]] for each in parts] == list(result.token_ids)
     assert (np.delete(kept, [each.row for each in parts]) == -1).all()
     return result
 
@@ -169,15 +170,16 @@ def test_all_parameters_together_equal_numpy(sampler, seed, count):
     parts = [random_part(rng, row) for row in rows]
     result = run(sampler, logits, parts)
     for i, each in enumerate(parts):
-        token, params = result.token_ids[i], each.params
+        (token,), params = result.token_ids[i], each.params
         choices = filtered(processed(logits[i], each), params)
         assert choices[token] > -np.inf
         if params.is_greedy:
             assert token == choices.argmax()
-        entry = (result.logprobs or [None] * count)[i]
-        assert (entry is None) == (params.logprobs is None)
-        if entry is None:
+        entries = (result.logprobs or [None] * count)[i]
+        assert (entries is None) == (params.logprobs is None)
+        if entries is None:
             continue
+        (entry,) = entries
         numbers = expected_numbers(sampler.mode, logits[i], each)
         ids = np.array(entry.token_ids)
         assert ids[0] == token
@@ -206,6 +208,7 @@ def test_logprobs_do_not_depend_on_other_rows(sampler):
             one, other = alone.logprobs[0], together.logprobs[i]
             assert one is not None
             assert other is not None
+            (one,), (other,) = one, other
             assert (one.token_ids, one.rank) == (other.token_ids, other.rank)
             atol = tolerance(np.array(one.logprobs))
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=atol)
@@ -231,7 +234,7 @@ def test_only_rare_parameters_are_compiled_after_warm_up(mode, caplog):
     log = CompilationLog()
     sampler = TokenSampler(num_rows=6, vocab_size=V, logprobs_mode=mode, log=log)
     with log.expected():
-        warm_ups = list(sampler.warm_ups([2, 6]))
+        warm_ups = list(SamplerWarmUps(sampler).programs([2, 6]))
         for i, (_, compile_one) in enumerate(warm_ups):
             jax.block_until_ready(compile_one())
             assert len(log.programs) == i + 1

@@ -101,3 +101,17 @@ def test_each_engine_has_its_own_samples(monkeypatch) -> None:
     assert 'engine="all"' in page
     (running, *_) = text_string_to_metric_families(page)
     assert running.samples[0].labels["model_name"] == 'a"\\b'
+
+
+def test_an_engine_that_speculates_counts_its_drafts() -> None:
+    text_engine = scripted_text_engine("he")
+    assert "spec_decode" not in render(text_engine, prefix="vllm")
+    text_engine.engine.base_stats = StepStats(
+        total_drafts=5, total_draft_tokens=14, accepted_per_position=(4, 2, 0)
+    )
+    page = parse(render(text_engine, prefix="vllm"))
+    assert page["vllm:spec_decode_num_drafts_total"][()] == 5
+    assert page["vllm:spec_decode_num_draft_tokens_total"][()] == 14
+    assert page["vllm:spec_decode_num_accepted_tokens_total"][()] == 6
+    per_position = page["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert per_position == {(("position", str(i)),): n for i, n in enumerate((4, 2, 0))}

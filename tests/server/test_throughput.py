@@ -52,3 +52,14 @@ async def test_lines_are_logged_periodically(caplog: pytest.LogCaptureFixture) -
     await until(lambda: len(caplog.records) >= 2)
     task.cancel()
     assert all("Avg generation throughput" in record.message for record in caplog.records)
+
+
+def test_the_line_counts_drafts() -> None:
+    before = StepStats(total_draft_tokens=10, accepted_per_position=(3, 1))
+    now = StepStats(num_running=1, total_draft_tokens=24, accepted_per_position=(9, 4))
+    line = describe(0, before, now, 10.0)
+    assert line is not None
+    assert "Drafts accepted: 9 of 14, KV cache usage" in line
+    line = describe(0, now, now, 10.0)
+    assert line is not None
+    assert "Drafts" not in line

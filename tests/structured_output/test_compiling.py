@@ -10,7 +10,8 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output.compiling import COMPILE_TIMEOUT_S
-from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
+from jaxserve.testing.fake_runner import FakeRunner
 
 SIZES = {"num_blocks": 40, "block_size": 4}
 

@@ -4,12 +4,18 @@ import dataclasses
 
 import pytest
 
-from jaxserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from jaxserve.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_engine import build
-from jaxserve.testing.fake_runner import FakeModel, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
 
 
 def build_quietly(config):
@@ -60,3 +66,20 @@ def test_rejects_wrong_options():
     ):
         with pytest.raises(ConfigError):
             build_quietly(config)
+
+
+def test_an_engine_with_drafts_gives_the_expected_tokens():
+    """A vocabulary of one token repeats itself."""
+    config = EngineConfig(
+        model=ModelConfig(model="fake:vocab=1"),
+        speculation=SpeculationConfig(speculative="ngram", num_speculative_tokens=3),
+    )
+    core = build(config, 0, lambda _: None).core
+    core.add(Submit("a", [0] * 5, SamplingParams(temperature=0, max_tokens=40, seed=0)))
+    outputs = []
+    while core.has_work:
+        outputs += core.step(0.0)
+    assert [token for output in outputs for token in output.token_ids] == [0] * 40
+    assert len(outputs) < 15
+    stats = core.stats()
+    assert stats.total_draft_tokens == sum(stats.accepted_per_position) > 25

@@ -8,7 +8,8 @@ import pytest
 from jaxserve.core.plan import ScheduledRequest, StepPlan, TableUpdate
 from jaxserve.errors import ConfigError
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.fake_runner import FakeModel, FakeRunner, expected_tokens
+from jaxserve.testing.fake_model import FakeModel, expected_tokens
+from jaxserve.testing.fake_runner import FakeRunner
 
 MODEL = FakeModel(vocab_size=100)
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -45,8 +46,8 @@ def run(runner, step_id, *parts):
 def test_prefill_then_decode_gives_the_expected_tokens():
     runner = make_runner()
     expected = expected_tokens([7, 8, 9], GREEDY, MODEL, context_length=5)
-    (first,) = run(runner, 0, make_part([7, 8, 9])).token_ids
-    (second,) = run(runner, 1, make_part([7, 8, 9, first], 3)).token_ids
+    ((first,),) = run(runner, 0, make_part([7, 8, 9])).token_ids
+    ((second,),) = run(runner, 1, make_part([7, 8, 9, first], 3)).token_ids
     assert [first, second] == expected
 
 
@@ -56,7 +57,7 @@ def test_an_unknown_token_is_the_token_sampled_last():
     part = make_part(
         [7, 8, 9], start=3, num_tokens=1, token_ids=[], num_unknown_tokens=1, is_new=False
     )
-    (second,) = run(runner, 1, part).token_ids
+    ((second,),) = run(runner, 1, part).token_ids
     assert second == expected_tokens([7, 8, 9], GREEDY, MODEL, context_length=5)[1]
 
 
@@ -65,14 +66,14 @@ def test_a_chunked_prompt_gives_the_same_token():
     known = [7, 8, 9, 10, 11]
     chunk = make_part(known, num_tokens=2, token_ids=known[:2], samples=False)
     assert run(runner, 0, chunk).token_ids == []
-    (token,) = run(runner, 1, make_part(known, 2)).token_ids
+    ((token,),) = run(runner, 1, make_part(known, 2)).token_ids
     assert [token] == expected_tokens(known, GREEDY, MODEL, context_length=6)
 
 
 def test_rejects_a_block_overwritten_by_another_row():
     """An overwritten block is detected even if the two requests are never in one plan."""
     runner = make_runner()
-    (first,) = run(runner, 0, make_part([7, 8, 9])).token_ids
+    ((first,),) = run(runner, 0, make_part([7, 8, 9])).token_ids
     other = make_part([50, 51, 52], request_id="b", row=1)
     run(runner, 1, other)
     with pytest.raises(AssertionError, match="a seen block holds other tokens"):
@@ -143,9 +144,8 @@ def test_full_blocks_may_be_shared():
         is_new=True,
         table_updates=[TableUpdate(0, 0, [1, 3])],
     )
-    assert run(runner, 1, sharing).token_ids == expected_tokens(
-        known, GREEDY, MODEL, context_length=6
-    )
+    expected = expected_tokens(known, GREEDY, MODEL, context_length=6)
+    assert run(runner, 1, sharing).token_ids == [expected]
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,8 @@ def test_the_blocks_that_a_window_reaches_must_be_held(updates, message):
     run(runner, 0, make_part(known[:9], table_updates=tables))
     part = make_part(known, 9, table_updates=updates)
     if message is None:
-        assert run(runner, 1, part).token_ids == expected_tokens(
-            known, GREEDY, MODEL, context_length=11
-        )
+        expected = expected_tokens(known, GREEDY, MODEL, context_length=11)
+        assert run(runner, 1, part).token_ids == [expected]
         return
     with pytest.raises(AssertionError, match=message):
         run(runner, 1, part)
@@ -216,9 +215,9 @@ def test_only_requests_that_ask_get_logprobs():
     asks = make_part([7], params=SamplingParams(temperature=0, seed=0, logprobs=2))
     other = make_part([7, 8], request_id="b", row=1, table_updates=[TableUpdate(0, 0, [3])])
     result = run(make_runner(), 0, asks, other)
-    first, second = result.logprobs
+    (first,), second = result.logprobs
     assert second is None
-    assert first.token_ids[0] == first.token_ids[1] == result.token_ids[0]
+    assert first.token_ids[0] == first.token_ids[1] == result.token_ids[0][0]
     assert len(first.token_ids) == len(first.logprobs) == 3
     assert run(make_runner(), 0, other).logprobs is None
 

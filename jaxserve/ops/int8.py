@@ -14,7 +14,7 @@ from jaxtyping import Int8 as Int8Array
 from jaxserve.errors import CheckpointError
 from jaxserve.ops.linear import ArraySpec, Leaves, Matrix, as_matrix, product
 
-CHUNK_ELEMENTS = 1 << 24
+CHUNK_ELEMENTS = 1 << 20
 """The most elements of a weight that are converted to float32 at once."""
 
 MAX_ROWS_OF_TWO_TERMS = 64

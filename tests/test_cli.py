@@ -42,6 +42,11 @@ def test_values_have_the_types_of_the_fields() -> None:
     assert config.cache.memory_fraction == 0.5
 
 
+def test_a_flag_may_have_a_short_name() -> None:
+    assert parse("-tp", "4") == parse("--tensor-parallel-size", "4")
+    assert parse("-tp", "4").parallel.tensor_parallel_size == 4
+
+
 def test_booleans_can_be_turned_off() -> None:
     assert parse("--no-warmup").compile == CompileConfig(warmup=False)
     assert parse("--warmup").compile == CompileConfig()

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
+from jaxserve.core.plan import ScheduledRequest, StepPlan
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.core import EngineCore
-from jaxserve.ipc.messages import FinishReason, Submit
+from jaxserve.ipc.messages import FinishReason, Submit, TokenLogprobs
 from jaxserve.runner.declared_stages import DeclaredStages
 from jaxserve.runner.jit import CompilationLog
-from jaxserve.runner.runner import ModelRunner, PendingStep
+from jaxserve.runner.pending import PendingStep
+from jaxserve.runner.runner import ModelRunner
+from jaxserve.runner.sampler_warm_ups import SamplerWarmUps
 from jaxserve.runner.token_sampler import TokenSampler
 from jaxserve.sampling import top_n_sigma
 from jaxserve.sampling.declaration import ALL_TOKENS, Parameter, Stage, StageRows
@@ -88,9 +90,16 @@ def part(row: int, tokens: Sequence[int], *, unknown: int = 0, **params: Any) ->
     )  # fmt: skip
 
 
+class Result(NamedTuple):
+    """The token of each part, and its log probabilities."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None
+
+
 def run(
     sampler: TokenSampler, logits: np.ndarray, parts: Sequence[ScheduledRequest], last: int = -1
-) -> StepResult:
+) -> Result:
     """Samples from logits [R, V]. ``last`` is the last token of every engine row."""
     plan = StepPlan(0, tuple(parts))
     for each in parts:
@@ -100,7 +109,9 @@ def run(
     _, sampled = sampler.finish(work, jnp.full(S, last, jnp.int32))
     step = PendingStep(plan, best, work, lambda _: sampled, scores=None, pooled=None)
     step.sample()
-    return step.result()
+    result = step.result()
+    logprobs = None if result.logprobs is None else [each and each[0] for each in result.logprobs]
+    return Result([token_id for (token_id,) in result.token_ids], logprobs)
 
 
 def make_logits(count: int, seed: int = 0) -> np.ndarray:
@@ -269,7 +280,7 @@ def test_programs_are_compiled_at_warm_up(caplog):
     log = CompilationLog()
     sampler = make_sampler(log)
     with log.expected():
-        for _, compile_one in sampler.warm_ups([4, S]):
+        for _, compile_one in SamplerWarmUps(sampler).programs([4, S]):
             jax.block_until_ready(compile_one())
     names = [program for program in log.programs if "stage" in program and "4 rows" in program]
     assert names == [

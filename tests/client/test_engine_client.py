@@ -305,7 +305,7 @@ async def test_an_engine_that_dies_while_it_starts_fails_the_start(factory, body
 
 async def test_rejects_more_engines_than_devices(start, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(ConfigError, match="needs as many GPUs"):
+    with pytest.raises(ConfigError, match="need 2 GPUs, but CUDA_VISIBLE_DEVICES has 1"):
         await start(num_engines=2)
 
 

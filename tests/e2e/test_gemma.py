@@ -18,7 +18,8 @@ def test_prompt_logprobs_equal_those_of_transformers(name, serve, tmp_path) -> N
     """The windows of 9 tokens are shorter than the prompt, which takes several steps."""
     config, prompt = CONFIGS[name], GOLDEN["prompt"].tolist()
     folder = write_checkpoint(tmp_path / name, config, random_tensors(config))
-    with serve(folder) as server, server.client() as client:
+    # Each of the seven groups of layers of Gemma 3 has blocks of its own.
+    with serve(folder, "--num-blocks", "128") as server, server.client() as client:
         reply = client.completions.create(
             model=name,
             prompt=prompt,

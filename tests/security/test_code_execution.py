@@ -33,9 +33,12 @@ METHODS = {
 }
 IMPORTERS = {
     "jaxserve/engine/process.py",  # --engine-factory
-    "jaxserve/models/registry.py",  # a table of our own classes
+    "jaxserve/models/registry.py",  # our own classes, and those of installed packages
     "jaxserve/ops/attention.py",  # a table of our own backends
+    "jaxserve/ops/linear.py",  # a table of our own weight formats
     "jaxserve/parsing/registry.py",  # a table of our own parsers
+    "jaxserve/runner/proposer.py",  # a table of our own proposers
+    "jaxserve/sampling/registry.py",  # our own stages, and those that the operator names
 }
 """Files that import modules by a computed name. The name never comes from a model file."""
 

@@ -6,7 +6,7 @@ resolves the settings that depend on the model and the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from jaxserve.errors import ConfigError
@@ -207,10 +207,11 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size < 1:
-            raise ConfigError(
-                f"--tensor-parallel-size must be at least 1, got {self.tensor_parallel_size}"
-            )
+        for each in fields(self):
+            count = getattr(self, each.name)
+            if count < 1:
+                flag = "--" + each.name.replace("_", "-")
+                raise ConfigError(f"{flag} must be at least 1, got {count}")
 
     @property
     def num_devices(self) -> int:

@@ -31,8 +31,8 @@ def quantize(
     """Returns the cache entries of vectors, and their scales if the dtype needs them.
 
     Args:
-      x: [..., head_dim], any float dtype. A vector with NaN or infinity gets a scale or an entry
-        that is not finite either, except that float8 clips infinity.
+      x: [..., head_dim], any float dtype. NaN and infinity stay visible: they make the scale or
+        an entry NaN or infinite. Only float8 clips infinity to its largest value.
       cache_dtype: a dtype of `limits.CACHE_DTYPES`.
 
     Returns:

@@ -23,6 +23,7 @@ HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch", "transformers"}
 # and the scheduler's tests may import them.
 DEVICE = (
     "jaxserve.checkpoint.orbax_cache",
+    "jaxserve.engine.choices",
     "jaxserve.engine.factory",
     "jaxserve.models",
     "jaxserve.ops",

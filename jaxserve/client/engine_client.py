@@ -184,10 +184,7 @@ class EngineClient:
         factory: str,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
-        num_engines = config.parallel.data_parallel_size
-        if num_engines < 1:
-            raise ConfigError(f"--data-parallel-size must be at least 1, got {num_engines}")
-        for engine in range(num_engines):
+        for engine in range(config.parallel.data_parallel_size):
             launch = Launch(
                 engine=engine,
                 factory=factory,

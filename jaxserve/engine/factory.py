@@ -6,33 +6,29 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import nnx
 
 from jaxserve.checkpoint.checkpoint import Checkpoint
 from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
-from jaxserve.config import GIB, MIB, EngineConfig, ModelConfig
+from jaxserve.config import GIB, MIB, EngineConfig
 from jaxserve.core.plan import Sizes
-from jaxserve.device import Device
+from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.core import BuiltEngine, assemble
-from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
+from jaxserve.engine.sizing import resolve_sizes
 from jaxserve.engine.startup import Phase
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Decision, Progress
-from jaxserve.models.layout import Layout, Loop
-from jaxserve.models.loading import abstract_params, array_specs, load_params
+from jaxserve.models.loading import abstract_params, load_params
 from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.models.spec import ModelSpec
-from jaxserve.ops import attention
-from jaxserve.ops.attention import AttentionBackend
-from jaxserve.ops.linear import FORMATS
 from jaxserve.runner import kv_cache, proposer
 from jaxserve.runner.buckets import table_widths
 from jaxserve.runner.compilation_cache import keep_compiled_programs
 from jaxserve.runner.device import current_device, engine_devices
-from jaxserve.runner.placement import Placement, bytes_on_each_device, parts_on_each_device, place
+from jaxserve.runner.placement import Placement, bytes_on_each_device, parts_on_each_device
 from jaxserve.runner.runner import ModelRunner
 from jaxserve.sampling.declaration import Stage
 from jaxserve.sampling.registry import check_params, load_stages
@@ -68,53 +64,31 @@ def build(
     kept = keep_compiled_programs(config.compile.compilation_cache_dir)
     checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
     spec = read_spec(checkpoint.config)
-    device = current_device(count=len(devices))
-    dtype, dtype_decision = resolve_dtype(config.model, device)
-    weight_format = _weight_format(config.model.quantization)
-    placement = place(devices, array_specs(spec, Layout(dtype, "scan", weight_format)))
-    cache_dtype, cache_reason = kv_cache.cache_dtype(config.cache.kv_cache_dtype, dtype, device)
-    shape = _attention_shape(config, spec, placement, dtype, cache_dtype)
-    backend, backend_reason = attention.select(config.compile.attention_backend, device, shape)
-    loop, loop_reason = _layer_loop(config.compile.layer_loop, spec, device, backend)
-    layout = Layout(dtype, loop, weight_format, placement.cut)
-    decisions = [
-        Decision("model", checkpoint.name, f"{spec.architecture} from {checkpoint.path}"),
-        Decision("device", device.kind, f"the default of jax on {device.platform}"),
-        dtype_decision or Decision("dtype", dtype, "as asked"),
-        Decision("KV cache dtype", cache_dtype, cache_reason),
-        Decision("attention", backend.name, backend_reason),
-        Decision("layers", loop, loop_reason),
-        _quantization_decision(config.model, spec, layout),
-    ]
-    added = config.sampling.logits_processors if logits_processors is None else logits_processors
-    stages = load_stages(added, spec.vocab_size)
-    if propose is not None:
-        _check_stages_allow_drafts(stages)
-    if added:
-        names = ", ".join(stage.name for stage in stages[-len(added) :])
-        decisions.append(Decision("logits processors", names, "as asked"))
+    chosen = choose(config, checkpoint, spec, devices)
+    stages, stage_decisions = _stages(config, logits_processors, spec, has_drafts=bool(propose))
 
     phase = functools.partial(Phase, engine, on_progress=on_progress)
     with phase("load weights", "bytes") as loading:
         graphdef, params, weights_decisions = _load(
-            config.model.weights_cache, checkpoint, spec, layout, placement, phase=loading
+            config.model.weights_cache, checkpoint, spec, chosen, phase=loading
         )
-    if placement.num_devices > 1:
-        weights_decisions.append(_cut_decision(params, placement))
     with phase("allocate KV cache", "bytes") as allocating:
-        sizes, kv = _allocate(config, spec, cache_dtype, placement, allocating)
-        backend.check_cache(parts_on_each_device(kv))
+        sizes, kv = _allocate(config, spec, chosen, allocating)
+    decisions = [*chosen.decisions, *stage_decisions, *weights_decisions]
+    if chosen.placement.num_devices > 1:
+        decisions.append(_cut_decision(params, chosen.placement))
+    decisions += [*sizes.decisions, kept]
     runner = ModelRunner(
         functools.partial(nnx.merge, graphdef),
         params,
         kv,
-        attention=backend,
+        attention=chosen.backend,
         sizes=sizes,
         vocab_size=spec.vocab_size,
         table_widths=table_widths(sizes.max_model_len, sizes.block_size),
         logprobs_mode=config.logprobs.logprobs_mode,
         stages=stages,
-        placement=placement,
+        placement=chosen.placement,
         propose=propose,
     )
     if config.compile.warmup:
@@ -128,7 +102,7 @@ def build(
         sizes,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        decisions=[*decisions, *weights_decisions, *sizes.decisions, kept],
+        decisions=decisions,
         compile_grammar=grammars.start,
         parameters=tuple(parameter for stage in stages for parameter in stage.parameters),
         check_params=functools.partial(check_params, stages),
@@ -136,42 +110,31 @@ def build(
     )
 
 
-def _check_stages_allow_drafts(stages: Sequence[Stage]) -> None:
-    """Raises ConfigError if a stage applies to every request, so that none could have drafts."""
+def _stages(
+    config: EngineConfig,
+    logits_processors: Sequence[str | Stage] | None,
+    spec: ModelSpec,
+    *,
+    has_drafts: bool,
+) -> tuple[tuple[Stage, ...], list[Decision]]:
+    """Returns the stages of the sampler, and a decision if the user added some.
+
+    Raises:
+      ConfigError: a stage cannot be loaded, or it applies to every request, so that none could have
+        the drafts that the user asks for.
+    """
+    added = config.sampling.logits_processors if logits_processors is None else logits_processors
+    stages = load_stages(added, spec.vocab_size)
     for stage in stages:
-        if stage.is_used_by(SamplingParams()):
+        if has_drafts and stage.is_used_by(SamplingParams()):
             raise ConfigError(
                 f"--speculative cannot be combined with the stage {stage.name}, which applies to "
                 "every request: such requests get no drafts"
             )
-
-
-def _weight_format(asked: str | None) -> str:
-    """Returns the name of the format of the weights. Raises ConfigError."""
-    if asked is not None and asked not in FORMATS:
-        raise ConfigError(f"--quantization must be one of {', '.join(FORMATS)}, got {asked!r:.100}")
-    return asked or "dense"
-
-
-def _quantization_decision(config: ModelConfig, spec: ModelSpec, layout: Layout) -> Decision:
-    shapes = jax.tree.leaves(abstract_params(spec, layout)[1])
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes) / MIB
-    why = "as asked" if config.quantization else "the default"
-    return Decision("quantization", layout.weights, f"{why}; {size:.1f} MiB of weights")
-
-
-def _attention_shape(
-    config: EngineConfig, spec: ModelSpec, placement: Placement, dtype: str, cache_dtype: str
-) -> attention.AttentionShape:
-    """Returns the attention that each device computes."""
-    return attention.AttentionShape(
-        num_heads=spec.num_heads // placement.num_devices,
-        num_kv_heads=spec.num_kv_heads // placement.num_devices,
-        head_dim=spec.head_dim,
-        block_size=config.cache.block_size,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-    )
+    if not added:
+        return stages, []
+    names = ", ".join(stage.name for stage in stages[-len(added) :])
+    return stages, [Decision("logits processors", names, "as asked")]
 
 
 def _cut_decision(params: Any, placement: Placement) -> Decision:
@@ -191,43 +154,16 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
     return checkpoint.tokenizer()
 
 
-def _layer_loop(
-    asked: Literal["auto"] | Loop,
-    spec: ModelSpec,
-    device: Device,
-    backend: AttentionBackend,
-) -> tuple[Loop, str]:
-    """Returns whether to scan over the layers or to unroll them, and why.
-
-    Raises:
-      ConfigError: a loop is asked for, and the backend cannot run these layers in one.
-    """
-    can_scan = backend.array_windows or len(set(spec.windows)) == 1
-    if asked == "scan" and not can_scan:
-        raise ConfigError(
-            "the layers of this model differ in their attention window, and the attention backend "
-            f"{backend.name} cannot run such layers in a loop; use --layer-loop unroll"
-        )
-    if asked != "auto":
-        return asked, "as asked"
-    if device.platform != "cpu":
-        return "unroll", "the whole step is one graph of kernels"
-    if not can_scan:
-        return "unroll", "the layers differ in their attention window"
-    return "scan", "compiles many times faster than unrolled layers"
-
-
 def _load(
     cache: str,
     checkpoint: Checkpoint,
     spec: ModelSpec,
-    layout: Layout,
-    placement: Placement,
+    chosen: Choices,
     *,
     phase: Phase,
 ) -> tuple[Any, Any, list[Decision]]:
-    """Returns the graph of the model, its weights, and decisions about the weights cache."""
-    sharding = placement.sharding
+    """Returns the graph of the model, its weights, and decisions about them."""
+    layout, sharding = chosen.layout, chosen.placement.sharding
 
     def on_bytes(done: int, total: int) -> None:
         phase.update(done, total, f"{done / phase.seconds / 1e9:.2f} GB/s")
@@ -255,23 +191,26 @@ def _load(
 
 
 def _allocate(
-    config: EngineConfig, spec: ModelSpec, dtype: str, placement: Placement, phase: Phase
+    config: EngineConfig, spec: ModelSpec, chosen: Choices, phase: Phase
 ) -> tuple[Sizes, kv_cache.KVCache]:
     """Resolves the sizes and allocates the KV cache. The weights must be in place.
 
     All bytes are those of one device.
+
+    Raises:
+      ConfigError: a size does not fit the device, or the attention backend cannot use the cache.
     """
     # Reads the device again: the cache gets the memory that the weights have left. JAX reserved
     # `pool_fraction` of the GPU's memory as its pool. Weights and cache may take `memory_fraction`
     # of the GPU's memory, which is this part of the pool.
     pool_part = config.cache.memory_fraction / config.cache.pool_fraction
-    count, layout = placement.num_devices, spec.cache_layout
+    count, layout = chosen.placement.num_devices, spec.cache_layout
     device = current_device(count=count, pool_part=pool_part)
     shape = {
         "num_layers": layout.num_layers,
         "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "dtype": dtype,
+        "dtype": chosen.cache_dtype,
     }
     bytes_per_token = kv_cache.bytes_per_token(**shape) // count
     sizes = resolve_sizes(
@@ -282,12 +221,14 @@ def _allocate(
         windows=layout.windows,
     )
     total = bytes_per_token * sizes.block_size * sizes.num_blocks
-    phase.update(0, total, f"{total / GIB:.2f} GiB in {dtype}")
-    kv = kv_cache.allocate(
+    cache = kv_cache.abstract(
         **shape,
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
-        placement=placement,
+        placement=chosen.placement,
     )
-    phase.update(total, total, f"{total / GIB:.2f} GiB in {dtype}")
+    chosen.backend.check_cache(parts_on_each_device(cache))
+    phase.update(0, total, f"{total / GIB:.2f} GiB in {chosen.cache_dtype}")
+    kv = kv_cache.allocate(cache)
+    phase.update(total, total, f"{total / GIB:.2f} GiB in {chosen.cache_dtype}")
     return sizes, kv

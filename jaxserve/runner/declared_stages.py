@@ -10,16 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan
 from jaxserve.runner.jit import CompilationLog, Packed, Program, pack
 from jaxserve.sampling.declaration import ALL_TOKENS, Stage, StageRows, apply_stage
-from jaxserve.sampling.inputs import SamplingInputs
+from jaxserve.sampling.inputs import LastTokens, SamplingInputs
 from jaxserve.sampling.sampler import prepare_filters
 from jaxserve.sampling.stages import Logits
-
-LastTokens = Int32[Array, " engine_rows"]
 
 MIN_TOKENS = 256
 """The smallest number of tokens per row that a stage with `ALL_TOKENS` is compiled for."""
@@ -191,7 +188,7 @@ class DeclaredStages:
                 rows.arrays[name][i] = entry
             if not width:
                 continue
-            assert part.num_unknown_tokens <= 1, "a row stores one token that is not known"
+            assert part.num_unknown_tokens <= 1, "a row stores one unknown token"
             room = width - part.num_unknown_tokens
             known = part.known_token_ids[-room:] if room else ()
             tokens[i, room - len(known) : room] = known

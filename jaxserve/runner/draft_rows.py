@@ -199,7 +199,7 @@ def move_rows(
     Args:
       meta: of a step. The block tables cover the positions.
       positions: i32[R], for each row to move; -1 for the others.
-      is_live: bool[R]. A row to move that is not live writes nothing; it reads position 0.
+      is_live: bool[R]. If false, a moved row writes nothing and reads position 0.
       block_size, num_slots: of the cache.
     """
     moves = positions >= 0

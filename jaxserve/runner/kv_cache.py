@@ -53,9 +53,7 @@ def cache_dtype(asked: str, dtype: str, device: Device) -> tuple[str, str]:
 
 
 def bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> int:
-    """Returns the bytes of the keys and values of one token over all layers of the cache,
-    scales included.
-    """
+    """Returns the bytes of a token's keys, values and scales over all layers of the cache."""
     vector = head_dim * jnp.dtype(dtype).itemsize
     if has_scales(dtype):
         vector += np.dtype(np.float32).itemsize
@@ -72,7 +70,10 @@ def abstract(
     dtype: str,
     placement: Placement = ONE_DEVICE,
 ) -> KVCache:
-    """Returns the shapes and dtypes of a cache, with scales if ``dtype`` needs them."""
+    """Returns the shapes and dtypes of a cache, with scales if ``dtype`` needs them.
+
+    Several devices share the key-value heads of every block.
+    """
     slots = (num_layers, num_blocks, block_size, num_kv_heads)
     held = "uint8" if dtype == "float8_e4m3fn" else dtype  # see `KVCache`
     sharding = placement.sharding(AXES)
@@ -83,28 +84,10 @@ def abstract(
     return KVCache(entries, entries, scales, scales)
 
 
-def allocate(
-    *,
-    num_layers: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: str,
-    placement: Placement = ONE_DEVICE,
-) -> KVCache:
-    """Allocates a cache of zeros. Several devices share the key-value heads of every block.
+def allocate(cache: KVCache) -> KVCache:
+    """Allocates zeros for what `abstract` returned.
 
     It waits for the device, so that a lack of memory is noticed here and not in the first step.
     """
-    cache = abstract(
-        num_layers=num_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        placement=placement,
-    )
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), cache)
     return jax.block_until_ready(zeros)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxserve.runner.sampling_batch import SamplingNeeds
-from jaxserve.runner.sampling_work import NO_REQUESTS, LastTokens
+from jaxserve.runner.sampling_work import NO_REQUESTS
 from jaxserve.runner.token_sampler import TokenSampler
-from jaxserve.sampling.inputs import Filters, SamplingInputs
+from jaxserve.sampling.inputs import Filters, LastTokens, SamplingInputs
 from jaxserve.sampling.logprobs import logprobs_size
 from jaxserve.sampling.stages import Logits
 

@@ -13,11 +13,9 @@ from jaxserve.core.plan import StepPlan
 from jaxserve.runner.declared_stages import NO_STAGES, StageWork
 from jaxserve.runner.draft_rows import Verified
 from jaxserve.runner.sampling_batch import SamplingNeeds
-from jaxserve.sampling.inputs import SamplingInputs
+from jaxserve.sampling.inputs import LastTokens, SamplingInputs
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.stages import Logits
-
-LastTokens = Int32[Array, " engine_rows"]
 
 Verify = Callable[
     [Int32[Array, " a"] | None, Sequence[int], LastTokens], tuple[LastTokens, Verified]

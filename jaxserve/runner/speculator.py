@@ -39,8 +39,7 @@ from jaxserve.runner.draft_rows import (
 )
 from jaxserve.runner.jit import CompilationLog, Packed, Program, pack
 from jaxserve.runner.proposer import ProposeFn
-
-LastTokens = Int32[Array, " engine_rows"]
+from jaxserve.sampling.inputs import LastTokens
 
 MIN_START = 1024
 """Tokens of the shortest transfer that starts a request."""

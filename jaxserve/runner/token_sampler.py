@@ -23,8 +23,8 @@ from jaxserve.runner.sampling_batch import (
     only_penalties,
     without_penalties,
 )
-from jaxserve.runner.sampling_work import LastTokens, Sampled, SamplingWork, Verify
-from jaxserve.sampling.inputs import Filters, SamplingInputs
+from jaxserve.runner.sampling_work import Sampled, SamplingWork, Verify
+from jaxserve.sampling.inputs import Filters, LastTokens, SamplingInputs
 from jaxserve.sampling.logprobs import Logprobs, compute_logprobs
 from jaxserve.sampling.sampler import filtered_logits, process_logits, sample
 from jaxserve.sampling.stages import Logits
@@ -220,7 +220,7 @@ class TokenSampler:
         positions: Int32[Array, " rows"],
         indices: Sequence[int],
     ) -> tuple[Float32[Array, "a vocab"], Int32[Array, " a"]]:
-        """Returns `_rows` of f32[R, V], and of the positions i32[R]."""
+        """Returns `rows` of f32[R, V], and the same rows of the positions i32[R]."""
         padded = self._padded(indices)
         shapes = f"{len(padded)} of {len(logits)} rows"
         return self._take_placed(logits, positions, padded, shapes=shapes)

@@ -12,6 +12,9 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxserve.arrays import Leaf
 
+LastTokens = Int32[Array, " engine_rows"]
+"""i32[S], the token sampled last in each engine row."""
+
 SMALL_TOP_K = 64
 """Up to this k, top-k searches the best groups of the vocabulary; a larger k needs a bisection."""
 

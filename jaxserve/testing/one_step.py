@@ -48,7 +48,7 @@ def logits_of(
     width = -(-count // BLOCK_SIZE)
     layout = spec.cache_layout
     tables = 1 + jnp.arange(len(layout.windows) * width).reshape(-1, 1, width)
-    kv = kv_cache.allocate(
+    cache = kv_cache.abstract(
         num_layers=layout.num_layers,
         num_blocks=tables.size + 1,
         block_size=BLOCK_SIZE,
@@ -56,6 +56,7 @@ def logits_of(
         head_dim=spec.head_dim,
         dtype=cache_dtype or dtype,
     )
+    kv = kv_cache.allocate(cache)
     meta = StepMeta(
         positions=jnp.arange(count),
         slots=tables[:, :, 0] * BLOCK_SIZE + jnp.arange(count),

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gpu.models import BLOCK_SIZE, abstract_params, backend_for, random_params
+from gpu.models import BLOCK_SIZE, abstract_cache, abstract_params, backend_for, random_params
 from jaxserve.core.plan import ScheduledRequest, Sizes, StepPlan, TableUpdate
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.device import Device
@@ -74,7 +74,7 @@ class ServedModel:
         self.runner = ModelRunner(
             bind,
             params,
-            kv_cache.allocate(**cache, num_blocks=self.sizes.num_blocks, block_size=BLOCK_SIZE),
+            kv_cache.allocate(abstract_cache(spec, num_blocks=self.sizes.num_blocks, dtype=DTYPE)),
             attention=backend_for("pallas_triton", spec, device, DTYPE),
             sizes=self.sizes,
             vocab_size=spec.vocab_size,

@@ -16,11 +16,13 @@ from jaxserve.config import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from jaxserve.engine.core import BuiltEngine
 from jaxserve.engine.factory import build
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Progress, Submit
+from jaxserve.sampling.declaration import Parameter, Stage
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 
@@ -241,6 +243,20 @@ def test_rejects_an_unknown_dtype_of_the_cache(config):
     cache = dataclasses.replace(config.cache, kv_cache_dtype="fp4")
     with pytest.raises(ConfigError, match="--kv-cache-dtype must be one of auto, .*got 'fp4'"):
         build(dataclasses.replace(config, cache=cache), 0, lambda _: None)
+
+
+def test_a_stage_of_every_request_leaves_no_drafts(config):
+    always = Stage(name="always", apply=lambda logits, rows: logits)
+    cold = CompileConfig(warmup=False, compilation_cache_dir="")
+    speculation = SpeculationConfig(speculative="ngram")
+    drafting = dataclasses.replace(config, compile=cold, speculation=speculation)
+    with pytest.raises(ConfigError, match="--speculative cannot be combined with the stage always"):
+        build(drafting, 0, print, logits_processors=[always])
+    used = Stage(
+        name="used", apply=always.apply, parameters=(Parameter("used", "bool", default=False),)
+    )
+    built = build(drafting, 0, print, logits_processors=[used])
+    assert [each.name for each in built.ready.parameters][-1:] == ["used"]
 
 
 def test_rejects_a_max_model_len_that_is_too_long(config):

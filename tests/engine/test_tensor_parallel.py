@@ -19,6 +19,7 @@ from jaxserve.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from jaxserve.engine.core import BuiltEngine
 from jaxserve.engine.factory import build
@@ -27,7 +28,7 @@ from jaxserve.ipc.messages import Submit
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.one_step import logits_of
-from jaxserve.testing.tiny import tiny_config, write_checkpoint
+from jaxserve.testing.tiny import scripted_tensors, tiny_config, write_checkpoint
 from jaxserve.testing.tolerance import of_model
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
@@ -135,6 +136,32 @@ def test_four_devices_answer_like_one(checkpoint: Path) -> None:
         atol = of_model(model, 41, scale=float(np.abs(wanted).max()))
         np.testing.assert_allclose(found[name].values, wanted, rtol=0, atol=atol)
         assert len(wanted) > 40
+
+
+def test_drafts_on_four_devices_change_no_token(tmp_path: Path) -> None:
+    """Tokens 5, 6 and 7 follow each other, in prompts and completions; all others are random."""
+    tiny = tiny_config(**HEADS, hidden_size=512)
+    tensors = scripted_tensors(tiny, {5: 6, 6: 7, 7: 5})
+    folder = write_checkpoint(tmp_path / "scripted", tiny, tensors)
+    speculation = SpeculationConfig(speculative="ngram", num_speculative_tokens=3)
+    drafting = dataclasses.replace(config(folder, 4), speculation=speculation)
+    # Two of four rows are free for drafts.
+    prompts = [[5, 6, 7] * 3, [9, 10, 11]]
+    tokens: list[list[list[int]]] = []
+    engines = [build(each, 0, lambda _: None) for each in (config(folder, 1), drafting)]
+    for built in engines:
+        tokens.append([[] for _ in prompts])
+        for i, prompt in enumerate(prompts):
+            params = sampling(24, temperature=0.9 * (i % 2), seed=i)
+            built.core.add(Submit(str(i), prompt, params))
+        while built.core.has_work:
+            for output in built.core.step(0.0):
+                tokens[-1][int(output.request_id)] += output.token_ids
+    assert tokens[0] == tokens[1]
+    assert [len(each) for each in tokens[0]] == [24] * len(prompts)
+    one, four = (built.core.stats() for built in engines)
+    assert one.total_draft_tokens == 0
+    assert sum(four.accepted_per_position) > 10
 
 
 def test_warm_up_compiles_everything_and_the_decisions_name_the_bytes(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from jaxserve.core.speculation import Speculation
 from jaxserve.engine.core import EngineCore
 from jaxserve.ipc.messages import RequestOutput, Submit
 from jaxserve.ops.attention import AttentionBackend, AttentionMeta, KVCache
-from jaxserve.runner.kv_cache import allocate
+from jaxserve.runner.kv_cache import abstract
 from jaxserve.runner.proposer import ProposeFn
 from jaxserve.runner.runner import ModelRunner
 from jaxserve.sampling.declaration import Stage
@@ -151,7 +151,7 @@ def make_runner(
     stages: Sequence[Stage] = (),
     propose: ProposeFn | None = None,
 ) -> ModelRunner:
-    kv = allocate(
+    cache = abstract(
         num_layers=LAYERS,
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
@@ -160,7 +160,7 @@ def make_runner(
         dtype="float32",
     )
     # Slots that were never written may hold anything.
-    kv = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), kv)
+    kv = jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan, a.dtype), cache)
     return ModelRunner(
         TinyModel,
         params or TinyModel.random_params(),

@@ -5,13 +5,13 @@ import pytest
 
 from jaxserve.device import CPU, Device
 from jaxserve.errors import ConfigError
-from jaxserve.runner.kv_cache import allocate, bytes_per_token, cache_dtype
+from jaxserve.runner.kv_cache import abstract, allocate, bytes_per_token, cache_dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
 def test_bytes_per_token_equal_the_size_of_the_arrays(dtype):
     shape = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": dtype}
-    kv = allocate(**shape, num_blocks=5, block_size=4)
+    kv = allocate(abstract(**shape, num_blocks=5, block_size=4))
     assert kv.k.shape == kv.v.shape == (3, 5, 4, 2, 8)
     assert kv.k.dtype == kv.v.dtype == ("uint8" if dtype == "float8_e4m3fn" else dtype)
     if dtype == "int8":

@@ -11,7 +11,7 @@ from jaxserve.models.layout import Layout, Loop
 from jaxserve.models.loading import abstract_params, array_specs, load_params
 from jaxserve.models.registry import read_spec
 from jaxserve.ops.linear import MODEL_AXIS, ArraySpec
-from jaxserve.runner.kv_cache import allocate
+from jaxserve.runner.kv_cache import abstract, allocate
 from jaxserve.runner.placement import (
     ONE_DEVICE,
     WHOLE,
@@ -132,7 +132,7 @@ def test_four_devices_share_the_weights_of_llama_8b(weights: str, whole: int, ea
 def test_each_device_has_its_heads_of_every_block():
     shape = {"num_layers": 3, "num_kv_heads": 8, "head_dim": 16, "dtype": "float32"}
     placement = placement_for(tiny_config(**HEADS))
-    kv = allocate(**shape, num_blocks=5, block_size=4, placement=placement)
+    kv = allocate(abstract(**shape, num_blocks=5, block_size=4, placement=placement))
     assert kv.k.shape == kv.v.shape == (3, 5, 4, 8, 16)
     assert [s.data.shape for s in kv.k.addressable_shards] == [(3, 5, 4, 2, 16)] * 4
 

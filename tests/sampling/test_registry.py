@@ -1,4 +1,4 @@
-"""Stages that the user names: what is imported, and the errors for what is not a stage."""
+"""Stages that the user names: how they are imported, and errors for other objects."""
 
 import dataclasses
 import importlib.metadata

@@ -24,11 +24,14 @@ class CacheGroups:
         None: all.
       block_size: positions in a block.
       max_num_batched_tokens: the most tokens of a request in one step.
+      max_drafts: the most draft tokens of a request in one step. All drafts of a step in flight may
+        be accepted or rejected, so the next step may compute as many positions more.
     """
 
     windows: tuple[int | None, ...]
     block_size: int
     max_num_batched_tokens: int
+    max_drafts: int = 0
 
     def held(self, window: int | None, start: int, num_tokens: int) -> range:
         """Returns the indices in the block table of the blocks that a request must hold.
@@ -54,10 +57,11 @@ class CacheGroups:
     def most_held(self, window: int) -> int:
         """Returns the most blocks that a windowed group of one request holds at any time.
 
-        A full window and a full step are ``window + max_num_batched_tokens - 1`` positions, and the
-        first of them may be the last of its block.
+        From the first position that the next step sees to the last that it may compute are
+        ``window + ahead - 1`` positions, and the first of them may be the last of its block.
         """
-        return self._blocks_for(window + self.max_num_batched_tokens - 2) + 1
+        ahead = self.max_num_batched_tokens + self.max_drafts
+        return self._blocks_for(window + ahead - 2) + 1
 
     def most_blocks(self, num_tokens: int) -> int:
         """Returns the most blocks that a request holds while it grows to ``num_tokens`` tokens."""

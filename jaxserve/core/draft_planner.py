@@ -37,21 +37,24 @@ class DraftPlanner:
         """
         if self._settings is None:
             return {}
-        candidates = [request for request in running if _max_drafts(request) > 0]
+        candidates = [
+            (request.id, request.drafts, most)
+            for request in running
+            if request.drafts is not None and (most := _max_drafts(request)) > 0
+        ]
         num_rows = len(running)
         free_rows = self._settings.max_num_rows - num_rows - num_new_rows
         counts = self._settings.num_drafts(
-            [request.drafts for request in candidates if request.drafts is not None],
+            [record for _, record, _ in candidates],
             num_rows=num_rows,
             most=min(free_rows, budget - num_rows),
         )
         planned: dict[str, int] = {}
-        for request, count in zip(candidates, counts, strict=True):
-            assert request.drafts is not None
+        for (request_id, record, most), count in zip(candidates, counts, strict=True):
             if count > 0:
-                planned[request.id] = min(count, _max_drafts(request))
+                planned[request_id] = min(count, most)
             else:
-                request.drafts.skip()
+                record.skip()
         return planned
 
     def add(
@@ -67,9 +70,9 @@ class DraftPlanner:
 
 
 def _max_drafts(request: Request) -> int:
-    """Returns the most drafts that the next step of a request can use."""
-    if request.drafts is None or request.num_tokens - request.num_computed_tokens != 1:
-        return 0
+    """Returns the most drafts that the next step of a request can use; may be negative."""
+    if request.num_tokens - request.num_computed_tokens != 1:
+        return 0  # a prompt
     if request.num_output_tokens < request.params.min_tokens:
         return 0  # end tokens are blocked, on the host, for some of the next tokens
     return request.max_num_tokens - 1 - request.num_tokens

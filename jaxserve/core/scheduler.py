@@ -62,7 +62,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         max_drafts = 0 if speculation is None else speculation.max_drafts
-        groups = CacheGroups(windows, block_size, max_num_batched_tokens + max_drafts)
+        groups = CacheGroups(windows, block_size, max_num_batched_tokens, max_drafts)
         assert groups.most_blocks(max_model_len) < num_blocks, "the context exceeds the KV cache"
         self._kv = KVCacheManager(BlockPool(num_blocks), groups)
         self._key = POLICIES[policy]
@@ -227,12 +227,27 @@ class Scheduler:
             num_new_rows=min(len(self._waiting), len(self._free_rows)),
             budget=draft.budget,
         )
+        drafting: list[tuple[Request, Sequence[TableUpdate]]] = []
         # Preemption removes requests from the end of `_running` during this loop: first those after
         # this request, then this request itself.
         for request in self._running:
             if request.num_tokens - request.num_computed_tokens != 1 or _will_end(request):
                 continue
-            self._add_last_token(draft, request, num_drafts.get(request.id, 0))
+            updates = self._allocate_or_preempt(request)
+            if updates is None:
+                continue
+            if request.id in num_drafts:
+                drafting.append((request, updates))
+            else:
+                draft.add_last_token(request, 0, updates)
+        # Drafts get the blocks that are left, so that they preempt no request.
+        for request, updates in drafting:
+            count = num_drafts[request.id]
+            more = self._kv.allocate(request, request.num_tokens + count)
+            if more is None:
+                draft.add_last_token(request, 0, updates)
+            else:
+                draft.add_last_token(request, count, [*updates, *more])
         for request in self._running:
             if draft.budget == 0:
                 break
@@ -242,21 +257,6 @@ class Scheduler:
                 assert updates is not None, "an admitted prompt lacks a block"
                 draft.add(request, min(num_tokens, draft.budget), updates)
         return self._total_preemptions > total_preemptions
-
-    def _add_last_token(self, draft: StepDraft, request: Request, num_drafts: int) -> None:
-        """Adds the last token of a running request, with drafts if they fit in free blocks."""
-        updates = None
-        if num_drafts:
-            updates = self._kv.allocate(request, request.num_tokens + num_drafts)
-        if updates is None:
-            num_drafts = 0
-            updates = self._allocate_or_preempt(request)
-        if updates is None:
-            return
-        if num_drafts or request.num_drafts_in_flight:
-            draft.add_speculating(request, num_drafts, updates)
-        else:
-            draft.add(request, 1, updates)
 
     def _allocate_or_preempt(self, request: Request) -> Sequence[TableUpdate] | None:
         """Allocates blocks for all tokens of a running request, preempting others if necessary.

@@ -70,13 +70,22 @@ class StepDraft:
         self.budget -= num_tokens
         (self._one_token if num_tokens == 1 else self._longer).append((request, scheduled))
 
-    def add_speculating(
+    def add_last_token(
         self, request: Request, num_drafts: int, table_updates: Sequence[TableUpdate]
     ) -> None:
         """Adds the last token of a running request and up to ``num_drafts`` drafts after it.
 
         The block tables must cover all of them. ``table_updates``: as for `add`.
         """
+        if num_drafts or request.num_drafts_in_flight:
+            self._add_speculating(request, num_drafts, table_updates)
+        else:
+            self.add(request, 1, table_updates)
+
+    def _add_speculating(
+        self, request: Request, num_drafts: int, table_updates: Sequence[TableUpdate]
+    ) -> None:
+        """Adds a request whose position only the device knows, or that gets drafts."""
         assert request.row is not None
         start, num_tokens = request.num_computed_tokens, 1 + num_drafts
         assert start + 1 == request.num_tokens, "all tokens but the last must be computed"

@@ -75,7 +75,7 @@ def _sizes(config: EngineConfig) -> Sizes:
     num_blocks = config.cache.num_blocks or NUM_BLOCKS
     max_num_batched_tokens = config.scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
     max_drafts = config.speculation.max_drafts
-    groups = CacheGroups((None,), block_size, max_num_batched_tokens + max_drafts)
+    groups = CacheGroups((None,), block_size, max_num_batched_tokens, max_drafts)
     return Sizes(
         max_model_len=groups.longest(num_blocks - 1, config.model.max_model_len or MAX_MODEL_LEN),
         block_size=block_size,

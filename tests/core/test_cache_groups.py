@@ -1,5 +1,6 @@
 """Cache groups: the blocks that a request holds, compared with those that its queries see."""
 
+import dataclasses
 import itertools
 
 import hypothesis.strategies as st
@@ -13,6 +14,7 @@ groups = st.builds(
     windows=st.lists(st.none() | st.integers(1, 30), min_size=1, max_size=4).map(tuple),
     block_size=st.integers(1, 9),
     max_num_batched_tokens=st.integers(1, 30),
+    max_drafts=st.integers(0, 9),
 )
 
 
@@ -27,7 +29,7 @@ def seen_blocks(groups, window, start, end):
 
 @given(groups, st.integers(0, 100), st.integers(1, 100))
 def test_a_request_holds_what_the_next_step_and_all_later_ones_see(groups, start, num_new):
-    end = start + min(num_new, groups.max_num_batched_tokens)
+    end = start + min(num_new, groups.max_num_batched_tokens + groups.max_drafts)
     for window in groups.windows:
         held = groups.held(window, start, start + num_new)
         seen = seen_blocks(groups, window, start, end)
@@ -55,7 +57,7 @@ def test_most_blocks_is_the_largest_sum_over_the_groups(groups, num_tokens):
     """Counts the blocks at the start of each step, for every size of the steps before it."""
     for window in groups.windows:
         most = max(len(groups.held(window, start, num_tokens)) for start in range(num_tokens))
-        alone = CacheGroups((window,), groups.block_size, groups.max_num_batched_tokens)
+        alone = dataclasses.replace(groups, windows=(window,))
         assert most <= alone.most_blocks(num_tokens)
         assert window is not None or most == alone.most_blocks(num_tokens)
 

@@ -67,13 +67,14 @@ def resolve_sizes(
     max_num_seqs, max_num_batched_tokens = _step_sizes(config, device)
     block_bytes = bytes_per_token * cache.block_size
     max_drafts = config.speculation.max_drafts
-    groups = CacheGroups(windows, cache.block_size, max_num_batched_tokens + max_drafts)
-    if cache.num_blocks is not None:
-        num_blocks, why = cache.num_blocks, "as asked"
-    else:
-        needed = groups.most_blocks(wanted_len)
-        budget, why = _cache_budget(cache, device, needed * block_bytes)
-        num_blocks = min(budget // block_bytes, max_num_seqs * needed) + 1  # block 0 is never used
+    groups = CacheGroups(windows, cache.block_size, max_num_batched_tokens, max_drafts)
+    num_blocks, why = _num_blocks(
+        cache,
+        device,
+        block_bytes=block_bytes,
+        full_length_blocks=groups.most_blocks(wanted_len),
+        max_num_seqs=max_num_seqs,
+    )
     max_model_len = groups.longest(num_blocks - 1, wanted_len)
     if max_model_len < 1:
         raise ConfigError(
@@ -86,25 +87,8 @@ def resolve_sizes(
             f"--max-model-len {asked_len} does not fit the KV cache of {num_blocks} blocks "
             f"({why}); the largest that fits is {max_model_len}"
         )
-    if asked_len:
-        why_len = "as asked"
-    elif max_model_len == context_length:
-        why_len = "the model's own"
-    else:
-        why_len = f"reduced from the model's {context_length} to fit the KV cache"
-    each = groups.most_blocks(max_model_len)
-    positions = -(-max_model_len // cache.block_size) * cache.block_size
     on_each = " on each device" if config.parallel.tensor_parallel_size > 1 else ""
-    decisions = (
-        Decision("context", f"{max_model_len} tokens", why_len),
-        Decision(
-            "KV cache",
-            f"{num_blocks} blocks = {(num_blocks - 1) * positions // each} tokens = "
-            f"{(num_blocks - 1) // each} full-length requests",
-            f"{num_blocks * block_bytes / MIB:.0f} MiB{on_each}, {why}"
-            + (f"; {len(windows)} groups of layers" if len(windows) > 1 else ""),
-        ),
-    )
+    memory = f"{num_blocks * block_bytes / MIB:.0f} MiB{on_each}, {why}"
     return Sizes(
         max_model_len=max_model_len,
         block_size=cache.block_size,
@@ -112,7 +96,10 @@ def resolve_sizes(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_drafts=max_drafts,
-        decisions=decisions,
+        decisions=(
+            _context_decision(asked_len, max_model_len, context_length),
+            _cache_decision(groups, num_blocks, max_model_len, memory),
+        ),
         windows=windows,
     )
 
@@ -130,6 +117,25 @@ def _step_sizes(config: EngineConfig, device: Device) -> tuple[int, int]:
     return max_num_seqs, max_tokens
 
 
+def _num_blocks(
+    cache: CacheConfig,
+    device: Device,
+    *,
+    block_bytes: int,
+    full_length_blocks: int,
+    max_num_seqs: int,
+) -> tuple[int, str]:
+    """Returns the number of blocks, block 0 included, and why.
+
+    It is no larger than requests can use. ``full_length_blocks`` are those of one request of the
+    full context length.
+    """
+    if cache.num_blocks is not None:
+        return cache.num_blocks, "as asked"
+    budget, why = _cache_budget(cache, device, full_length_blocks * block_bytes)
+    return min(budget // block_bytes, max_num_seqs * full_length_blocks) + 1, why
+
+
 def _cache_budget(cache: CacheConfig, device: Device, full_length_bytes: int) -> tuple[int, str]:
     """Returns the bytes for the KV cache, and why.
 
@@ -145,6 +151,31 @@ def _cache_budget(cache: CacheConfig, device: Device, full_length_bytes: int) ->
     if full_length_bytes > CPU_CACHE_BYTES:
         return full_length_bytes, "enough for one request of the full context"
     return CPU_CACHE_BYTES, "the default on a CPU"
+
+
+def _context_decision(asked_len: int | None, max_model_len: int, context_length: int) -> Decision:
+    if asked_len is not None:
+        why = "as asked"
+    elif max_model_len == context_length:
+        why = "the model's own"
+    else:
+        why = f"reduced from the model's {context_length} to fit the KV cache"
+    return Decision("context", f"{max_model_len} tokens", why)
+
+
+def _cache_decision(
+    groups: CacheGroups, num_blocks: int, max_model_len: int, memory: str
+) -> Decision:
+    """Returns how many tokens and requests fit the cache. ``memory``: its bytes, and why."""
+    used, each = num_blocks - 1, groups.most_blocks(max_model_len)
+    positions = -(-max_model_len // groups.block_size) * groups.block_size
+    num_groups = len(groups.windows)
+    return Decision(
+        "KV cache",
+        f"{num_blocks} blocks = {used * positions // each} tokens = {used // each} full-length "
+        "requests",
+        memory + (f"; {num_groups} groups of layers" if num_groups > 1 else ""),
+    )
 
 
 def _check_positive(config: EngineConfig) -> None:

@@ -1,9 +1,9 @@
 """Decides how many draft tokens a step verifies for each request.
 
-A step is compiled for a few numbers of rows, and a draft is one more row. So the question is which
-of these numbers gives the most tokens a second: a larger step takes longer, and has room for drafts
-that are accepted with some probability. While few requests run, drafts nearly always pay; on a busy
-engine, or for a text that cannot be predicted, none do.
+A step is compiled for a few numbers of rows, and a draft is one more row. A step with more rows
+takes longer, and has room for more drafts, each of which is accepted with some probability. The
+number of rows is the one with the most expected tokens a second. While few requests run, drafts
+nearly always pay. On a busy engine, or for a text that cannot be predicted, they do not.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_FORGET = 0.8
-"""The weight of the past after each step with drafts: about the last five of them count."""
+_DECAY = 0.8
+"""The factor of the past in each step with drafts: about the last five of them count."""
 
-_DRIFT = 1 / 64
-"""The part of the way that an estimate returns to its first value in each step without drafts, so
-that a request whose drafts were rejected tries again after some tens of steps."""
+_RECOVERY = 1 / 64
+"""In each step without drafts, an estimate goes this fraction of the way back to its first value,
+so that a request whose drafts were rejected tries again after some tens of steps."""
 
 _FIRST_ACCEPTED, _FIRST_REJECTED = 2.0, 1.0
+"""The drafts that a new request is taken to have had."""
 
 
 class DraftRecord:
@@ -39,14 +40,14 @@ class DraftRecord:
     def add(self, num_planned: int, num_accepted: int) -> None:
         """Counts the result of a step with drafts. A draft that was not proposed is a rejection."""
         assert 0 <= num_accepted <= num_planned >= 1
-        self._accepted = _FORGET * self._accepted + num_accepted
-        self._rejected = _FORGET * self._rejected + (num_accepted < num_planned)
+        self._accepted = _DECAY * self._accepted + num_accepted
+        self._rejected = _DECAY * self._rejected + (num_accepted < num_planned)
         self._estimate()
 
     def skip(self) -> None:
         """Counts a step without drafts."""
-        self._accepted += _DRIFT * (_FIRST_ACCEPTED - self._accepted)
-        self._rejected += _DRIFT * (_FIRST_REJECTED - self._rejected)
+        self._accepted += _RECOVERY * (_FIRST_ACCEPTED - self._accepted)
+        self._rejected += _RECOVERY * (_FIRST_REJECTED - self._rejected)
         self._estimate()
 
     def _estimate(self) -> None:
@@ -96,6 +97,7 @@ class Speculation:
             ),
             reverse=True,
         )[:most]
+        # Each size has room for the drafts with the largest gains. `tokens` is what it gives.
         count = taken = 0
         tokens, best_rate = float(num_rows), 0.0
         for rows, cost in sizes:
@@ -104,11 +106,13 @@ class Speculation:
             taken = end
             if tokens / cost > best_rate:
                 count, best_rate = end, tokens / cost
-        chosen = [index for _, _, index in gains[:count]]
-        return [chosen.count(index) for index in range(len(records))]
+        counts = [0] * len(records)
+        for _, _, index in gains[:count]:
+            counts[index] += 1
+        return counts
 
 
-def monotonous(costs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+def non_decreasing(costs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """Removes noise from measured `Speculation.step_costs`: fewer rows never take longer."""
     cheapest = float("inf")
     smooth: list[tuple[int, float]] = []

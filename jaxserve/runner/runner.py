@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.config import LogprobsMode
 from jaxserve.core.plan import Sizes, StepPlan
-from jaxserve.core.speculation import monotonous
+from jaxserve.core.speculation import non_decreasing
 from jaxserve.ops.attention import AttentionBackend, KVCache
 from jaxserve.runner.batch import BatchBuilder
 from jaxserve.runner.buckets import Bucket, Buckets
@@ -32,9 +32,10 @@ from jaxserve.runner.token_sampler import TokenSampler
 from jaxserve.sampling.declaration import Stage
 
 NO_DRAFTS = StepPlan(step_id=-1, scheduled=(), speculates=True)
+"""A plan without requests that runs the programs of drafts."""
 
 MEASURED_STEPS = 3
-"""Steps of each size of which the fastest counts."""
+"""The number of runs of each size of step, of which the fastest counts."""
 
 
 class ModelRunner:
@@ -90,9 +91,7 @@ class ModelRunner:
             vocab_size=vocab_size,
             logprobs_mode=logprobs_mode,
             log=self._log,
-            stages=DeclaredStages(
-                stages, num_rows=rows, max_model_len=sizes.max_model_len, log=self._log
-            ),
+            stages=DeclaredStages(stages, max_model_len=sizes.max_model_len, log=self._log),
             sharding=placement.sharding(),
         )
         self._scorer = PromptScorer(
@@ -194,10 +193,15 @@ class ModelRunner:
         on_program(len(programs), len(programs), "")
 
     def _measure_steps(self) -> tuple[tuple[int, float], ...]:
-        """Returns the numbers of rows of decode steps, and the seconds that each takes."""
+        """Returns the numbers of rows of decode steps, and the seconds that each takes.
+
+        Only those with narrow block tables: attention stops at the end of each request, so that the
+        width of a table takes no time.
+        """
         costs = []
+        narrow = min(bucket.table_width for bucket in self.buckets.all)
         for bucket in self.buckets.all:
-            if not bucket.decode_only or bucket.table_width != self.buckets.all[0].table_width:
+            if not bucket.decode_only or bucket.table_width != narrow:
                 continue
             seconds = []
             for _ in range(MEASURED_STEPS):
@@ -205,7 +209,7 @@ class ModelRunner:
                 jax.block_until_ready(self._run(NO_DRAFTS, bucket))
                 seconds.append(time.perf_counter() - start)
             costs.append((bucket.num_rows, min(seconds)))
-        return monotonous(costs)
+        return non_decreasing(costs)
 
     @property
     def _drafting(self) -> Speculator:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.core.speculation import DraftRecord, Speculation, assumed_costs, monotonous
+from jaxserve.core.speculation import DraftRecord, Speculation, assumed_costs, non_decreasing
 
 FLAT = tuple((rows, 1.0) for rows in (2, 4, 8, 16))
 LINEAR = tuple((rows, float(rows)) for rows in (2, 4, 8, 16))
@@ -77,8 +77,8 @@ def test_the_estimate_stays_between_0_and_1_and_follows_the_last_steps():
 
 
 def test_measured_costs_never_fall():
-    assert monotonous([(2, 3.0), (4, 2.0), (8, 5.0)]) == ((2, 2.0), (4, 2.0), (8, 5.0))
+    assert non_decreasing([(2, 3.0), (4, 2.0), (8, 5.0)]) == ((2, 2.0), (4, 2.0), (8, 5.0))
     costs = assumed_costs(12)
     assert [rows for rows, _ in costs] == [2, 4, 8, 12]
-    assert monotonous(costs) == costs
+    assert non_decreasing(costs) == costs
     assert [rows for rows, _ in assumed_costs(2)] == [2]

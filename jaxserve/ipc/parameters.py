@@ -63,9 +63,11 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
         if not self.name.isidentifier():
             raise ConfigError(f"a parameter must have an identifier as name, got {self.name!r}")
         try:
-            self.checked(self.default, INT32[1], field="its default")
+            default = self.checked(self.default, INT32[1], field="its default")
         except InvalidRequestError as error:
             raise ConfigError(f"parameter {self.name}: {error}") from error
+        # In the same form as the values of requests: the default 0 of a "float" becomes 0.0.
+        msgspec.structs.force_setattr(self, "default", default)
 
     def checked(self, value: Any, vocab_size: int, *, field: str) -> Any:
         """Returns a valid value; integers for a "float" become floats.
@@ -75,8 +77,9 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
         """
         is_list = isinstance(value, list | tuple)
         values = value if is_list else [value]
-        ok = is_list == (self.most is not None) and len(values) <= (self.most or 1)
-        if not ok or not all(self._allows(one, vocab_size) for one in values):
+        most = 1 if self.most is None else self.most
+        is_form_ok = is_list == (self.most is not None) and len(values) <= most
+        if not is_form_ok or not all(self._allows(one, vocab_size) for one in values):
             got = reprlib.repr(value)  # shortens long values
             raise InvalidRequestError(
                 f"{field} must be {self._expected(vocab_size)}, got {got}", param=field

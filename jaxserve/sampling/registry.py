@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.sampling.declaration import Stage
+from jaxserve.sampling.declaration import ALL_TOKENS, Stage
 from jaxserve.sampling_params import SamplingParams
 
 STAGES: tuple[str, ...] = ("jaxserve.sampling.top_n_sigma:stage",)
@@ -120,7 +120,8 @@ def _check_function(stage: Stage, vocab_size: int) -> None:
     num_rows = 2
     logits = jax.ShapeDtypeStruct((num_rows, vocab_size), np.float32)
     try:
-        rows = stage.empty_rows(num_rows, abs(stage.num_tokens))
+        num_tokens = 1 if stage.num_tokens == ALL_TOKENS else stage.num_tokens
+        rows = stage.empty_rows(num_rows, num_tokens)
         found = jax.eval_shape(stage.apply, logits, rows)
         form = f"{found.dtype}{list(found.shape)}"
     except Exception as error:

@@ -48,6 +48,14 @@ def test_integers_become_floats_for_a_float() -> None:
     assert repr(check(number=1, weights=[1, 0])) == repr({"number": 1.0, "weights": [1.0, 0.0]})
 
 
+def test_a_default_has_the_form_of_a_checked_value() -> None:
+    assert repr(Parameter("x", "float", 1).default) == "1.0"
+    assert repr(Parameter("x", "float", (1, 2), most=2).default) == "[1.0, 2.0]"
+    same = Parameter("x", "float", 1.0)
+    assert Parameter("x", "float", 1) == same
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(same), type=Parameter) == same
+
+
 @pytest.mark.parametrize("given", [None, {}])
 def test_no_values_are_none(given: Any) -> None:
     assert checked_arguments(given, ALL, V, field="vllm_xargs") is None

@@ -105,6 +105,8 @@ def test_an_error_in_the_code_of_a_stage_is_an_error_of_the_request() -> None:
     stages = load_stages([dataclasses.replace(STAGE, arrays=arrays)], V)
     check_params(stages, SamplingParams())
     check_params(stages, SamplingParams(extra_args={"number": 1.0}))
+    whole = dataclasses.replace(STAGE, parameters=(Parameter("number", "float", 0),))
+    check_params([whole], SamplingParams(extra_args={"number": 0.5}))
     for number, message in [(5.0, "AssertionError: too large"), (4.0, r"arrays must be .*\[2\].*")]:
         params = SamplingParams(extra_args={"number": number})
         with pytest.raises(InvalidRequestError, match=f"the stage mine failed: .*{message}"):

@@ -17,6 +17,9 @@ from jaxserve.ops.linear import ArraySpec, Leaves, Matrix, as_matrix, product
 CHUNK_ELEMENTS = 1 << 20
 """The most elements of a weight that are converted to float32 at once."""
 
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+"""The scale of outputs that are zero or nearly so. Devices take a smaller number for zero."""
+
 MAX_ROWS_OF_TWO_TERMS = 64
 """With more rows, a CPU spends less time on widening the weight than on a second product."""
 
@@ -53,7 +56,7 @@ class Int8:
             largest = np.abs(floats).max(axis, keepdims=True)
             if not np.isfinite(largest).all():
                 raise CheckpointError("the weight has values that are not finite")
-            factor = np.where(largest > 0, largest, 1) / 127
+            factor = np.maximum(largest / 127, SMALLEST_SCALE)
             scale[part] = factor.reshape(-1)
             values.reshape(shape)[where] = np.rint(floats / factor)
         return {

@@ -113,6 +113,19 @@ def test_int8_quantises_large_weights_in_parts(matrix, rng, monkeypatch):
         np.testing.assert_array_equal(array, whole[leaf])
 
 
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-43, 1e-40, 1e-37, 1e-30])
+def test_int8_has_no_scale_that_devices_take_for_zero(matrix, rng, largest):
+    """The smallest weights become zero, and all others are rounded as usual."""
+    weight = rng.uniform(-1, 1, (NUM_INPUTS, NUM_OUTPUTS))
+    weight *= largest / np.abs(weight).max(0)
+    stored = (weight.T if matrix.outputs_first else weight).astype(np.float32)
+    arrays = int8.Int8().encode(stored.reshape([size for _, size in matrix.axes]), matrix)
+    tiny = np.finfo(np.float32).tiny
+    assert arrays["scale"].min() >= tiny
+    error = np.abs(decoded("int8", arrays, matrix) - weight).max()
+    assert error <= 0.51 * max(largest / 127, tiny)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_int8_refuses_weights_that_are_not_finite(matrix, rng, value):
     weight = random_weight(matrix, rng)

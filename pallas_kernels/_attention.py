@@ -241,10 +241,21 @@ def add_tile(state: Softmax, s: Scores, tile: Tile) -> Softmax:
     p = jnp.exp2(s - finite[:, None])
     shrink = jnp.exp2(state.maximum - finite)
     total = state.total * shrink + jnp.sum(p, axis=1)
-    if tile.v_scale is not None:
-        p *= tile.v_scale[None, :]
-    summed = _dot(p.astype(tile.v.dtype), tile.v, contract=0)
-    return Softmax(maximum, total, state.values * shrink[:, None] + summed)
+    values = state.values * shrink[:, None] + _weighted_sum(p, tile)
+    return Softmax(maximum, total, values)
+
+
+def _weighted_sum(p: Scores, tile: Tile) -> Float32[Array, "queries padded_head_dim"]:
+    """Returns the sums of the values of a tile with the weights ``p`` f32[M, block_n]."""
+    if tile.v_scale is None:
+        return _dot(p.astype(tile.v.dtype), tile.v, contract=0)
+    if tile.v.dtype != jnp.float16:
+        return _dot((p * tile.v_scale[None, :]).astype(tile.v.dtype), tile.v, contract=0)
+    # A small weight times a small scale is zero in float16. So the scales are made relative to the
+    # largest one, which multiplies the sums in float32.
+    largest = jnp.max(tile.v_scale, axis=0)
+    relative = tile.v_scale / jnp.where(largest == 0.0, 1.0, largest)
+    return _dot((p * relative[None, :]).astype(tile.v.dtype), tile.v, contract=0) * largest
 
 
 def normalized(state: Softmax) -> Float32[Array, "queries padded_head_dim"]:

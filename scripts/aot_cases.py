@@ -65,6 +65,7 @@ MODELS = {
     "starcoder 48/1x128": Heads(48, 1, 128),
     "llama-8b fp8": Heads(32, 8, 128, cache_dtype=jnp.float8_e4m3fn),
     "llama-8b int8": Heads(32, 8, 128, cache_dtype=jnp.int8),
+    "llama-8b f16 int8": Heads(32, 8, 128, dtype=jnp.float16, cache_dtype=jnp.int8),
     "gemma3-12b int8": Heads(16, 8, 256, cache_dtype=jnp.int8),
     "smollm2-135m int8": Heads(9, 3, 64, cache_dtype=jnp.int8),
     "llama-8b f32": Heads(32, 8, 128, dtype=jnp.float32),

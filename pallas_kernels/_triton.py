@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Num
+from jaxtyping import Array, Bool, Int32, Num
 
 store = plgpu.store
 program_id = pl.program_id
@@ -42,6 +42,11 @@ def load(
 def power_of_two(n: int) -> int:
     """Returns the smallest power of two >= ``n``; the backend supports no other array sizes."""
     return 1 << (n - 1).bit_length()
+
+
+def as_operand(number: Int32[Array, ""] | int) -> Int32[Array, " 1"]:
+    """Returns an integer as an operand of `call`, which takes arrays only."""
+    return jnp.reshape(jnp.asarray(number, jnp.int32), (1,))
 
 
 def call(

@@ -77,7 +77,7 @@ def kv_write(
         k,
         v,
         slots,
-        jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)),
+        _triton.as_operand(layer),
         *outputs,
         name="kv_write",
         grid=(num_tokens,),

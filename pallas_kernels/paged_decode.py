@@ -81,12 +81,11 @@ def paged_decode(
     """
     limits.check_cache(k_cache, v_cache, k_scale, v_scale)
     attention = AttentionSpec.of(q, k_cache, scale=scale, window=window, soft_cap=soft_cap)
-    num_rows, num_heads, head_dim = q.shape
-    width = block_tables.shape[1]
+    num_rows, width = q.shape[0], block_tables.shape[1]
     limits.check_shape("block_tables", block_tables, (num_rows, width))
     limits.check_shape("seq_lens", seq_lens, (num_rows,))
     config = config or tuning.kernel_config(
-        tuning.DECODE, head_dim=head_dim, group=attention.group, dtype=attention.dot_dtype
+        tuning.DECODE, head_dim=attention.head_dim, group=attention.group, dtype=attention.dot_dtype
     )
     num_splits = num_splits or tuning.decode_splits(
         num_rows=num_rows,
@@ -94,12 +93,6 @@ def paged_decode(
         max_context=width * attention.block_size,
         block_n=config.block_n,
     )
-    out_shape = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-    if num_splits > 1:
-        out_shape = [
-            jax.ShapeDtypeStruct((num_rows, num_splits, num_heads, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((num_rows, num_splits, num_heads), jnp.float32),
-        ]
     results = _triton.call(
         functools.partial(
             _decode_kernel, attention=attention, block_n=config.block_n, num_splits=num_splits
@@ -109,12 +102,12 @@ def paged_decode(
         v_cache,
         block_tables,
         seq_lens,
-        jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)),
+        _triton.as_operand(layer),
         k_scale,
         v_scale,
         name="paged_decode",
         grid=(attention.num_kv_heads, num_rows, num_splits),
-        out_shape=out_shape,
+        out_shape=_outputs(q, num_splits),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
@@ -122,6 +115,17 @@ def paged_decode(
     if num_splits == 1:
         return results[0]
     return _merge(*results, dtype=q.dtype, interpret=interpret)
+
+
+def _outputs(q: Num[Array, "rows heads head_dim"], num_splits: int) -> list[jax.ShapeDtypeStruct]:
+    """Returns the outputs of the kernel: those of the attention, or the arguments of `_merge`."""
+    if num_splits == 1:
+        return [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    num_rows, num_heads, head_dim = q.shape
+    return [
+        jax.ShapeDtypeStruct((num_rows, num_splits, num_heads, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_rows, num_splits, num_heads), jnp.float32),
+    ]
 
 
 def _decode_kernel(

@@ -105,7 +105,7 @@ def ragged_attention(
         v_cache,
         block_tables,
         work,
-        jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)),
+        _triton.as_operand(layer),
         k_scale,
         v_scale,
         name="ragged_attention",

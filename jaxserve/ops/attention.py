@@ -44,8 +44,8 @@ class KVCache:
     Attributes:
       k: [L, B, S, K, H], in a dtype of `pallas_kernels.limits.CACHE_DTYPES`, except that float8
         entries are held as their bits, in uint8: on a CPU, XLA rewrites an array of float8 to write
-        to it. Block 0 is never allocated, so that padding can point to it. Slots without
-        a live token hold garbage, which may be NaN.
+        to it. Block 0 is never allocated, so that padding can point to it. Slots without a live
+        token hold garbage, which may be NaN.
       v: the same shape and dtype.
       k_scale: f32[L, B, S, K], the factors of the keys of a cache of int8; None for any other
         dtype. Slots without a live token hold garbage here too.
@@ -194,9 +194,7 @@ def serves_everything(shape: AttentionShape) -> None:
 
 
 def serves_wide_caches(shape: AttentionShape) -> None:
-    """Accepts every cache that does not have 8 bits: the `CheckFn` of a backend without limits that
-    reads the entries of the cache as they are.
-    """
+    """Refuses caches of 8 bits: the `CheckFn` of a backend that reads entries as they are."""
     if is_quantized(shape.cache_dtype):
         raise ConfigError(
             f"this attention backend cannot read a cache of {shape.cache_dtype}; use "

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan
@@ -47,16 +46,12 @@ class DeclaredStages:
 
     Args:
       stages: in the order in which they run.
-      num_rows: S, the engine's rows.
       max_model_len: the most tokens of a request.
       log: receives the compilations.
     """
 
-    def __init__(
-        self, stages: Sequence[Stage], *, num_rows: int, max_model_len: int, log: CompilationLog
-    ) -> None:
+    def __init__(self, stages: Sequence[Stage], *, max_model_len: int, log: CompilationLog) -> None:
         self._stages = tuple(stages)
-        self._num_rows = num_rows
         self._widths = [_widths(stage, max_model_len) for stage in stages]
         self._programs = [_stage_program(stage, log) for stage in stages]
         # Engine row -> index of a stage -> entries. Only for rows that use a stage. Those of a
@@ -105,7 +100,7 @@ class DeclaredStages:
             filters=[(k, each) for k, each in rows if self._stages[k].is_filter],
         )
 
-    def process(self, logits: Any, last_tokens: LastTokens, work: StageWork) -> Logits:
+    def process(self, logits: Logits, last_tokens: LastTokens, work: StageWork) -> Logits:
         """Applies the logits processors to f32[R, V], which is donated."""
         for k, rows in work.processors:
             logits = self._apply(k, logits, last_tokens, rows)
@@ -116,14 +111,12 @@ class DeclaredStages:
     ) -> tuple[Logits, SamplingInputs]:
         """Applies temperature, min_p and the sampling filters to f32[R, V], which is donated.
 
-        ``inputs`` are numpy arrays without token lists and masks.
+        ``inputs`` are the parameters of the rows, as numpy arrays.
 
         Returns:
           (logits f32[R, V], the inputs of `sample` for the rest).
         """
-        before = replace(inputs, mask=None, biased=None, blocked=None, seen=None)
-        shapes = f"{len(logits)} rows"
-        logits = self._prepare(logits, pack(before), shapes=shapes)
+        logits = self._prepared(logits, inputs)
         for k, rows in work.filters:
             logits = self._apply(k, logits, last_tokens, rows)
         # Dividing by 1 is exact.
@@ -131,14 +124,19 @@ class DeclaredStages:
         return logits, replace(inputs, temperature=ones, min_p=np.zeros_like(ones))
 
     def warm_ups(
-        self, sizes: Sequence[int], no_logits: Callable[[int], Logits], padding: Any
+        self,
+        sizes: Sequence[int],
+        no_logits: Callable[[int], Logits],
+        no_inputs: Callable[[int], SamplingInputs],
+        last_tokens: LastTokens,
     ) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Yields a name and a function that compiles a program, for each program to warm up.
 
         Args:
           sizes: the sampler's numbers of rows.
           no_logits: returns f32[R, V] for R rows.
-          padding: returns `SamplingInputs` for R rows.
+          no_inputs: returns the inputs of R rows that hold no request.
+          last_tokens: i32[S], any tokens, on the devices of the sampler.
         """
         warm = [k for k, stage in enumerate(self._stages) if stage.warm_up]
         for size in sizes:
@@ -146,25 +144,38 @@ class DeclaredStages:
                 for width in self._widths[k]:
                     yield (
                         f"stage {self._stages[k].name} for {_shapes(size, width)}",
-                        functools.partial(self._warm_up, k, size, width, no_logits),
+                        functools.partial(self._warm_up, k, size, width, no_logits, last_tokens),
                     )
             if any(self._stages[k].is_filter for k in warm):
                 yield (
                     f"temperature and min_p of {size} rows",
-                    functools.partial(self._warm_up_filter, size, no_logits, padding),
+                    functools.partial(self._warm_up_filters, size, no_logits, no_inputs),
                 )
 
-    def _warm_up(self, k: int, size: int, width: int, no_logits: Callable[[int], Logits]) -> Any:
+    def _warm_up(
+        self,
+        k: int,
+        size: int,
+        width: int,
+        no_logits: Callable[[int], Logits],
+        last_tokens: LastTokens,
+    ) -> Logits:
         rows = self._stages[k].empty_rows(size, width)
-        return self._apply(k, no_logits(size), jnp.zeros(self._num_rows, jnp.int32), rows)
+        return self._apply(k, no_logits(size), last_tokens, rows)
 
-    def _warm_up_filter(
-        self, size: int, no_logits: Callable[[int], Logits], padding: Callable[[int], Any]
-    ) -> Any:
-        last_tokens = jnp.zeros(self._num_rows, jnp.int32)
-        return self.filter(no_logits(size), last_tokens, NO_STAGES, padding(size))[0]
+    def _warm_up_filters(
+        self,
+        size: int,
+        no_logits: Callable[[int], Logits],
+        no_inputs: Callable[[int], SamplingInputs],
+    ) -> Logits:
+        return self._prepared(no_logits(size), no_inputs(size))
 
-    def _apply(self, k: int, logits: Any, last_tokens: LastTokens, rows: StageRows) -> Logits:
+    def _prepared(self, logits: Logits, inputs: SamplingInputs) -> Logits:
+        packed = pack(inputs.without_tokens())
+        return self._prepare(logits, packed, shapes=f"{len(logits)} rows")
+
+    def _apply(self, k: int, logits: Logits, last_tokens: LastTokens, rows: StageRows) -> Logits:
         shapes = _shapes(len(logits), rows.tokens.shape[1])
         return self._programs[k](logits, last_tokens, pack(rows), shapes=shapes)
 

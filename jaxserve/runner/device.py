@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Any
 
 import jax
 import psutil
@@ -19,7 +18,7 @@ FIRST_CAPABILITY_WITH_BF16 = (8, 0)
 """The compute capability of the first NVIDIA GPUs that compute in bfloat16: Ampere."""
 
 
-def engine_devices(count: int) -> list[Any]:
+def engine_devices(count: int) -> list[jax.Device]:
     """Returns the devices of an engine, the first ``count`` that jax sees.
 
     If there is no GPU and jax has not been used in this process yet, the CPU is made to look like

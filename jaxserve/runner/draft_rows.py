@@ -14,6 +14,7 @@ from jaxserve.arrays import Leaf
 from jaxserve.core.plan import StepPlan
 from jaxserve.ops.attention import StepMeta
 from jaxserve.runner.batch import StepInputs
+from jaxserve.sampling.inputs import LastTokens
 
 
 @jax.tree_util.register_dataclass
@@ -154,10 +155,10 @@ def place_drafts(
 
 def accept_drafts(
     store: TokenStore,
-    last_tokens: Int32[Array, " engine_rows"],
+    last_tokens: LastTokens,
     placed: PlacedRows,
     drawn: Int32[Array, " rows"],
-) -> tuple[TokenStore, Int32[Array, " engine_rows"], Bool[Array, " rows"]]:
+) -> tuple[TokenStore, LastTokens, Bool[Array, " rows"]]:
     """Accepts the drafts of each request up to the first that differs from the drawn token.
 
     Args:

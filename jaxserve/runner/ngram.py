@@ -27,7 +27,7 @@ def propose(
     The best match has the most tokens, up to `LONGEST_MATCH`, and among those is the latest. If
     fewer than K tokens followed it, they are repeated: an end with period p goes on with period p.
 
-    See `proposer.ProposeFn`; either all K drafts are meant or none.
+    See `proposer.ProposeFn`. A request gets all K drafts or none.
     """
     length = tokens.shape[1]
     places = jnp.arange(length)

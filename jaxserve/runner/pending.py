@@ -100,7 +100,7 @@ class PendingStep:
 
 
 def _verified_rows(plan: StepPlan, verified: Verified) -> tuple[list[range], list[int]]:
-    """Returns the rows whose tokens stand, and the proposed drafts, for each sampling request."""
+    """Returns the accepted rows and the number of proposed drafts of each sampling request."""
     rows, num_drafts, first = [], [], 0
     for part in plan.scheduled:
         end = first + part.num_rows

@@ -26,16 +26,17 @@ class ProposeFn(Protocol):
         *,
         num_drafts: int,
     ) -> tuple[Int32[Array, "requests {num_drafts}"], Int32[Array, " requests"]]:
-        """Returns the draft tokens, and how many of them are meant for each request.
+        """Returns draft tokens, and how many of them each request gets.
 
         Args:
           tokens: i32[Q, H], the tokens of each request, prompt first; garbage after the last one.
-          num_tokens: i32[Q], the tokens of each request, in [0, H]; 0 for padding.
+          num_tokens: i32[Q], the number of tokens of each request, in [0, H]. Padding repeats the
+            tokens of some row; what is proposed for it is ignored.
           num_drafts: K, at least 1, static.
 
         Returns:
-          (i32[Q, K], i32[Q] in [0, K]). The tokens are in the vocabulary; those after the meant
-          ones are ignored.
+          (i32[Q, K], i32[Q] in [0, K]). The tokens are in the vocabulary; those after the number
+          of a request are ignored.
         """
         ...
 

@@ -54,7 +54,7 @@ class SamplerWarmUps:
             name = f"log probabilities of {size} rows"
             yield name, functools.partial(self._warm_up_scores, size, self._sampler.num_rows)
         yield from self._sampler.stages.warm_ups(
-            self._sampler.sizes, self._no_logits, self._no_inputs
+            self._sampler.sizes, self._no_logits, self._no_inputs, self._no_tokens()
         )
 
     def _of_drafts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -229,26 +229,6 @@ def fill_masks(plan: StepPlan, needs: SamplingNeeds, inputs: SamplingInputs) -> 
         if constraint is not None:
             assert inputs.mask is not None
             constraint.fill_mask(inputs.mask[row])
-
-
-def without_penalties(inputs: SamplingInputs) -> SamplingInputs:
-    """Returns the inputs with padding in place of the tokens that penalties count."""
-    assert inputs.seen is not None
-    rows = np.full_like(inputs.seen.rows, len(inputs.positions))
-    pending = np.full_like(inputs.seen.pending_row, -1)
-    return replace(inputs, seen=replace(inputs.seen, rows=rows, pending_row=pending))
-
-
-def only_penalties(inputs: SamplingInputs) -> SamplingInputs:
-    """Returns the inputs with padding in place of biases and blocked tokens."""
-    assert inputs.biased is not None
-    assert inputs.blocked is not None
-    rows = np.full_like(inputs.biased.rows, len(inputs.positions))
-    return replace(
-        inputs,
-        biased=replace(inputs.biased, rows=rows),
-        blocked=replace(inputs.blocked, rows=rows),
-    )
 
 
 def _row_values(params: SamplingParams, vocab_size: int) -> dict[str, np.ndarray]:

@@ -23,6 +23,7 @@ Verify = Callable[
 """Verifies drafts: (sampled tokens i32[A], the rows they are for, last tokens) -> results."""
 
 NO_REQUESTS = StepPlan(step_id=-1, scheduled=())
+"""A plan without requests, for warm-ups."""
 
 
 @jax.tree_util.register_dataclass

@@ -3,8 +3,8 @@
     place:   the tokens so far -> drafts -> the inputs of the rows that speculate
     step:    logits of every row
     sampler: the token that each row draws at its position
-    accept:  a draft stands if it equals the token that the row before it drew, up to the first that
-             does not
+    accept:  a draft is accepted if it equals the token that the row before it drew and all drafts
+             before it were accepted
 
 Each draft is a row of its own with one token, so a step with drafts looks like a step with more
 requests: it runs the same program, and the same attention as without drafts. The token of a row is

@@ -22,6 +22,7 @@ from jaxserve.runner import kv_cache
 from jaxserve.runner.batch import StepInputs
 from jaxserve.runner.jit import Packed
 from jaxserve.runner.placement import ONE_DEVICE, WHOLE, Placement
+from jaxserve.sampling.inputs import LastTokens
 from jaxserve.sampling.vocabulary import argmax
 
 
@@ -107,8 +108,8 @@ def make_step(
     """
 
     def compute(
-        params: Any, kv: KVCache, last_tokens: Int32[Array, " engine_rows"], packed: Packed
-    ) -> tuple[KVCache, Int32[Array, " engine_rows"], Forward]:
+        params: Any, kv: KVCache, last_tokens: LastTokens, packed: Packed
+    ) -> tuple[KVCache, LastTokens, Forward]:
         inputs: StepInputs = packed.unpack()
         is_known = inputs.fed_from_row < 0
         tokens = jnp.where(is_known, inputs.tokens, last_tokens[inputs.fed_from_row])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +19,6 @@ from jaxserve.runner.sampling_batch import (
     SamplingBatchBuilder,
     SamplingNeeds,
     fill_masks,
-    only_penalties,
-    without_penalties,
 )
 from jaxserve.runner.sampling_work import Sampled, SamplingWork, Verify
 from jaxserve.sampling.inputs import Filters, LastTokens, SamplingInputs
@@ -79,7 +76,7 @@ class TokenSampler:
         self.sizes = sampler_sizes(max_num_rows or num_rows)
         self.scores_processed = logprobs_mode.startswith("processed")
         self.batch = SamplingBatchBuilder(num_rows=num_rows, vocab_size=vocab_size)
-        self.stages = stages or DeclaredStages((), num_rows=num_rows, max_model_len=1, log=log)
+        self.stages = stages or DeclaredStages((), max_model_len=1, log=log)
 
         @jax.jit
         def take_step(
@@ -188,6 +185,7 @@ class TokenSampler:
         """
         needs, tokens, to_score, verified = work.needs, None, work.raw, None
         if work.inputs is not None:
+            assert work.logits is not None
             fill_masks(work.plan, needs, work.inputs)
             last_tokens, tokens, processed = self.sampled(
                 work.logits, last_tokens, work.inputs, needs, work.stages, work.positions
@@ -234,7 +232,7 @@ class TokenSampler:
 
     def sampled(
         self,
-        logits: Any,
+        logits: Logits,
         last_tokens: LastTokens,
         inputs: SamplingInputs,
         needs: SamplingNeeds,
@@ -253,11 +251,11 @@ class TokenSampler:
             logits = self.listed(logits, last_tokens, inputs)
         if stages.filters:
             logits, inputs = self.stages.filter(logits, last_tokens, stages, inputs)
-        parameters = dataclasses.replace(inputs, mask=None, biased=None, blocked=None, seen=None)
         shapes = f"{len(logits)} rows, {inputs.filters.value}"
         if positions is not None:
             shapes += ", positions from the device"
-        return self._sample(logits, last_tokens, pack(parameters), positions, shapes=shapes)
+        packed = pack(inputs.without_tokens())
+        return self._sample(logits, last_tokens, packed, positions, shapes=shapes)
 
     def masked(self, logits: Logits, last_tokens: LastTokens, inputs: SamplingInputs) -> Logits:
         """Applies only the masks."""
@@ -276,7 +274,7 @@ class TokenSampler:
 
     def _processed(
         self,
-        logits: Any,
+        logits: Logits,
         last_tokens: LastTokens,
         inputs: SamplingInputs,
         needs: SamplingNeeds,
@@ -284,10 +282,10 @@ class TokenSampler:
     ) -> Logits:
         """Applies the declared logits processors between the token lists: before penalties."""
         if needs.has_token_lists:
-            logits = self.listed(logits, last_tokens, without_penalties(inputs))
+            logits = self.listed(logits, last_tokens, inputs.without_penalties())
         logits = self.stages.process(logits, last_tokens, stages)
         if needs.has_token_lists:
-            logits = self.listed(logits, last_tokens, only_penalties(inputs))
+            logits = self.listed(logits, last_tokens, inputs.only_penalties())
         return logits
 
     def scores(

@@ -21,6 +21,7 @@ from jaxserve.arrays import Leaf
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.parameters import Parameter
 from jaxserve.sampling.draw import row_keys
+from jaxserve.sampling.inputs import LastTokens
 from jaxserve.sampling.stages import Logits
 from jaxserve.sampling_params import SamplingParams
 
@@ -78,7 +79,7 @@ class StageRows:
         keys = row_keys(self.seeds, self.positions)
         return jax.vmap(jax.random.fold_in, (0, None))(keys, self.salt)
 
-    def with_pending(self, last_tokens: Int32[Array, " engine_rows"]) -> StageRows:
+    def with_pending(self, last_tokens: LastTokens) -> StageRows:
         """Returns the rows with the tokens that only the device knows."""
         if self.tokens.shape[1] == 0:
             return self
@@ -185,9 +186,7 @@ class Stage:
         return StageRows(**fields, salt=0x80000000 | zlib.crc32(self.name.encode()))
 
 
-def apply_stage(
-    stage: Stage, logits: Logits, last_tokens: Int32[Array, " engine_rows"], rows: StageRows
-) -> Logits:
+def apply_stage(stage: Stage, logits: Logits, last_tokens: LastTokens, rows: StageRows) -> Logits:
     """Applies a stage to the rows that use it; see `Stage.apply`.
 
     Args:

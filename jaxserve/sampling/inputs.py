@@ -8,6 +8,7 @@ from enum import Enum
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxserve.arrays import Leaf
@@ -54,7 +55,7 @@ class BlockedTokens:
     previous_row: Int32[Leaf, " n"]
     previous_token: Int32[Leaf, " n"]
 
-    def resolved(self, last_tokens: Int32[Array, " engine_rows"], num_rows: int) -> BlockedTokens:
+    def resolved(self, last_tokens: LastTokens, num_rows: int) -> BlockedTokens:
         """Returns unconditional entries: if a condition does not hold, its entry is padding."""
         holds = last_tokens[self.previous_row] == self.previous_token
         is_blocked = (self.previous_row < 0) | holds
@@ -99,7 +100,7 @@ class SeenTokens:
     counts: Int32[Leaf, " n"]
     pending_row: Int32[Leaf, " rows"]
 
-    def with_pending(self, last_tokens: Int32[Array, " engine_rows"]) -> SeenTokens:
+    def with_pending(self, last_tokens: LastTokens) -> SeenTokens:
         """Returns the entries with the pending tokens counted, and R additional entries.
 
         An additional entry is for a pending token that is new in its row, else padding.
@@ -160,3 +161,29 @@ class SamplingInputs:
     blocked: BlockedTokens | None = None
     seen: SeenTokens | None = None
     filters: Filters = field(metadata={"static": True}, default=Filters.NONE)
+
+    def without_tokens(self) -> SamplingInputs:
+        """Returns the inputs without mask and token lists."""
+        return dataclasses.replace(self, mask=None, biased=None, blocked=None, seen=None)
+
+    def without_penalties(self) -> SamplingInputs:
+        """Returns inputs of numpy arrays with padding in place of the tokens that penalties count.
+
+        The token lists keep their shapes, so they run the same program.
+        """
+        assert self.seen is not None
+        rows = np.full_like(self.seen.rows, len(self.positions))
+        pending = np.full_like(self.seen.pending_row, -1)
+        seen = dataclasses.replace(self.seen, rows=rows, pending_row=pending)
+        return dataclasses.replace(self, seen=seen)
+
+    def only_penalties(self) -> SamplingInputs:
+        """Returns inputs of numpy arrays with padding in place of biases and blocked tokens."""
+        assert self.biased is not None
+        assert self.blocked is not None
+        rows = np.full_like(self.biased.rows, len(self.positions))
+        return dataclasses.replace(
+            self,
+            biased=dataclasses.replace(self.biased, rows=rows),
+            blocked=dataclasses.replace(self.blocked, rows=rows),
+        )

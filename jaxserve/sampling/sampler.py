@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxserve.sampling.draw import draw, row_keys
-from jaxserve.sampling.inputs import Filters, SamplingInputs
+from jaxserve.sampling.inputs import Filters, LastTokens, SamplingInputs
 from jaxserve.sampling.stages import (
     LOGITS_PROCESSORS,
     SAMPLING_FILTERS,
@@ -26,9 +26,7 @@ from jaxserve.sampling.stages import (
 from jaxserve.sampling.vocabulary import argmax
 
 
-def process_logits(
-    logits: Logits, last_tokens: Int32[Array, " engine_rows"], inputs: SamplingInputs
-) -> Logits:
+def process_logits(logits: Logits, last_tokens: LastTokens, inputs: SamplingInputs) -> Logits:
     """Applies the stages that can change which token is the most likely.
 
     Args:

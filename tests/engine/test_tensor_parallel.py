@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -26,6 +27,7 @@ from jaxserve.engine.factory import build
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Submit
 from jaxserve.llm import LLM
+from jaxserve.sampling.declaration import Parameter, Stage, StageRows
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.one_step import logits_of
 from jaxserve.testing.tiny import scripted_tensors, tiny_config, write_checkpoint
@@ -64,6 +66,24 @@ REQUESTS: dict[str, tuple[int, SamplingParams]] = {
     "long": (41, sampling(24, temperature=0.9, seed=3)),
 }
 """Length of the prompt and parameters of each request."""
+
+
+def scale(logits: Any, rows: StageRows) -> Any:
+    """Multiplies the logits by a factor."""
+    return logits * rows["factor"][:, None]
+
+
+def lower_newest(logits: Any, rows: StageRows) -> Any:
+    """Lowers the logit of the newest token."""
+    return logits.at[jnp.arange(len(logits)), rows.tokens[:, -1]].add(-rows["lower"], mode="drop")
+
+
+SCALE = Stage(
+    name="scale", apply=scale, parameters=(Parameter("factor", "float", 1.0),), is_filter=True
+)
+LOWER = Stage(
+    name="lower", apply=lower_newest, parameters=(Parameter("lower", "float", 0.0),), num_tokens=1
+)
 
 
 @pytest.fixture(autouse=True)
@@ -166,12 +186,19 @@ def test_drafts_on_four_devices_change_no_token(tmp_path: Path) -> None:
 
 def test_warm_up_compiles_everything_and_the_decisions_name_the_bytes(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "llama", CONFIGS["llama"])
-    built = build(config(folder, 4, warmup=True), 0, lambda _: None)
+    built = build(
+        config(folder, 4, warmup=True), 0, lambda _: None, logits_processors=[SCALE, LOWER]
+    )
     before = built.core.stats().total_compilations
     assert before > 10
     for i, (length, params) in enumerate(REQUESTS.values()):
         if params.top_p == 1.0:  # filters are compiled for small values of top_k only
             built.core.add(Submit(str(i), list(range(5, 5 + length)), params))
+    for name, params in {
+        "processed": sampling(4, extra_args={"lower": 1.0}),
+        "filtered": sampling(4, temperature=0.9, extra_args={"factor": 1.5}),
+    }.items():
+        built.core.add(Submit(name, list(range(9)), params))
     # Nothing is sent from one device to another, but for the sums within programs.
     with jax.transfer_guard_device_to_device("disallow"):
         while built.core.has_work:

@@ -71,7 +71,7 @@ STAGES = (top_n_sigma.stage, SCALE, LOWER, ONCE, DROP)
 
 
 def make_sampler(log: CompilationLog, stages: Sequence[Stage] = STAGES, mode="processed_logits"):
-    declared = DeclaredStages(stages, num_rows=S, max_model_len=2000, log=log)
+    declared = DeclaredStages(stages, max_model_len=2000, log=log)
     return TokenSampler(num_rows=S, vocab_size=V, logprobs_mode=mode, log=log, stages=declared)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import psutil
@@ -18,7 +19,7 @@ FIRST_CAPABILITY_WITH_BF16 = (8, 0)
 """The compute capability of the first NVIDIA GPUs that compute in bfloat16: Ampere."""
 
 
-def engine_devices(count: int) -> list[jax.Device]:
+def engine_devices(count: int) -> list[Any]:
     """Returns the devices of an engine, the first ``count`` that jax sees.
 
     If there is no GPU and jax has not been used in this process yet, the CPU is made to look like

@@ -96,7 +96,7 @@ def specs(tree: Any) -> Any:
     return jax.tree.map(spec, tree)
 
 
-def place(devices: Sequence[jax.Device], arrays: Any) -> Placement:
+def place(devices: Sequence[Any], arrays: Any) -> Placement:
     """Decides how a model is cut across devices.
 
     Args:

@@ -106,13 +106,12 @@ class FakeRunner:
     def _score(self, scheduled: ScheduledRequest) -> list[TokenLogprobs]:
         start = scheduled.start + 1
         tokens = scheduled.known_token_ids[start : start + scheduled.num_prompt_targets]
-        k = scheduled.params.prompt_logprobs
-        entries = (fake_logprobs(token, k, self._model.vocab_size) for token in tokens)
-        return [entry for entry in entries if entry is not None]
+        return self._logprobs(tokens, scheduled.params.prompt_logprobs) or []
 
-    def _logprobs(self, tokens: list[int], k: int | None) -> list[TokenLogprobs] | None:
-        entries = (fake_logprobs(token, k, self._model.vocab_size) for token in tokens)
-        return None if k is None else [entry for entry in entries if entry is not None]
+    def _logprobs(self, tokens: Sequence[int], k: int | None) -> list[TokenLogprobs] | None:
+        if k is None:
+            return None
+        return [fake_logprobs(token, k, self._model.vocab_size) for token in tokens]
 
     def _check(self, plan: StepPlan) -> None:
         assert plan.scheduled, "an empty step"

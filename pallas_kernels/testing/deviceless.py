@@ -64,7 +64,7 @@ def is_available() -> bool:
     return importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
-def h200s(count: int) -> list[jax.Device]:
+def h200s(count: int) -> list[Any]:
     """Returns the devices of a machine with so many H200s, for the shardings of arguments."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=_TARGET, topology=f"1x1x{count}"

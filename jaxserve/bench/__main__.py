@@ -4,6 +4,7 @@ scripts/bench [--model M] [--num-requests N] [--output FILE] [-- SERVER_FLAG...]
 scripts/bench front ...         cost of a streamed token in the front process; see its --help
 scripts/bench neighbours ...    cost of one request to concurrent requests; see its --help
 scripts/bench drafts ...        gain of speculation; see its --help
+scripts/bench compare ...       gain or cost of other flags; see its --help
 """
 
 from __future__ import annotations
@@ -16,11 +17,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import drafts, front, neighbours
+from jaxserve.bench import compare, drafts, front, neighbours
 from jaxserve.bench.figures import Figures, LoadFigures, Machine
 from jaxserve.bench.http import Timing, stream_completion
 from jaxserve.bench.program import add_load_flags, base_parser, body_maker, run
 from jaxserve.bench.server_process import HOST, ServerProcess
+
+PROGRAMS = {
+    "front": front,
+    "neighbours": neighbours,
+    "drafts": drafts,
+    "compare": compare,
+}
 
 FIRST_ANSWER_LEN = 8
 """Tokens of the completion that ends the timing of a start."""
@@ -29,12 +37,8 @@ FIRST_ANSWER_LEN = 8
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["front"]:
-        return front.main(argv[1:])
-    if argv[:1] == ["neighbours"]:
-        return neighbours.main(argv[1:])
-    if argv[:1] == ["drafts"]:
-        return drafts.main(argv[1:])
+    if argv and argv[0] in PROGRAMS:
+        return PROGRAMS[argv[0]].main(argv[1:])
     return run(lambda args: asyncio.run(measure(args)), make_parser(), argv)
 
 

@@ -3,7 +3,7 @@
     scripts/bench drafts [--model M] [--repeats N] [--output FILE] [-- SERVER_FLAG...]
 
 Two servers run at the same time, one of them with drafts. The same requests go to one and then
-to the other, in alternation, so that both see the same drift of the machine.
+to the other, in alternation.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ import argparse
 import asyncio
 import random
 import re
-import statistics
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxserve.bench.figures import Machine
-from jaxserve.bench.http import Timing, stream_completion
-from jaxserve.bench.program import Body, base_parser, run
+from jaxserve.bench.pairs import Pairs, run_pairs, two_servers
+from jaxserve.bench.program import base_parser, run
 from jaxserve.bench.server_process import HOST, ServerProcess
 
 WORDS = (
@@ -50,24 +47,18 @@ class DraftRow:
       text: a name in `TEXTS`.
       num_requests: concurrent requests.
       tokens_per_step: tokens that a request gets in a step, with drafts; 1 without.
-      plain_rates, draft_rates: output tokens per second of each run, all requests together.
-      cpu_ratios: processor time with drafts, divided by that without, of each pair of runs.
+      pairs: the runs without drafts and with them.
     """
 
     text: str
     num_requests: int
     tokens_per_step: float
-    plain_rates: list[float]
-    draft_rates: list[float]
-    cpu_ratios: list[float]
+    pairs: Pairs
 
     def line(self) -> str:
         """Formats a line of the table."""
-        plain, drafts = statistics.median(self.plain_rates), statistics.median(self.draft_rates)
-        return (
-            f"| {self.text} | {self.num_requests} | {self.tokens_per_step:.2f} | {plain:.1f} "
-            f"| {drafts:.1f} | {drafts / plain:.2f} | {statistics.median(self.cpu_ratios):.2f} |"
-        )
+        cells = f"{self.text} | {self.num_requests} | {self.tokens_per_step:.2f}"
+        return f"| {cells} | {self.pairs.cells()} |"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +117,11 @@ async def measure(args: argparse.Namespace) -> DraftFigures:
     drafts += ["--num-speculative-tokens", str(args.num_speculative_tokens)]
     flags = ["--model", args.model, *args.server_flags]
     rows: list[DraftRow] = []
-    with tempfile.TemporaryDirectory() as folder:
-        plain = ServerProcess(flags, log=Path(folder, "plain.log"))
-        drafting = ServerProcess([*flags, *drafts], log=Path(folder, "drafts.log"))
-        with plain, drafting:
-            await asyncio.gather(plain.until_healthy(), drafting.until_healthy())
-            for text in TEXTS:
-                for num_requests in args.concurrent:
-                    rows.append(await _row(plain, drafting, text, num_requests, args))
-                    print(rows[-1].line(), file=sys.stderr, flush=True)
+    async with two_servers(flags, [*flags, *drafts]) as (plain, drafting):
+        for text in TEXTS:
+            for num_requests in args.concurrent:
+                rows.append(await _row(plain, drafting, text, num_requests, args))
+                print(rows[-1].line(), file=sys.stderr, flush=True)
     return DraftFigures(
         machine=Machine.this(),
         model=args.model,
@@ -163,30 +150,15 @@ async def _row(
         for seed in range(num_requests)
     ]
     before = accepted_tokens(await _metrics(drafting))
-    runs = [(await _run(plain, bodies), await _run(drafting, bodies)) for _ in range(args.repeats)]
+    pairs = await run_pairs(plain, drafting, bodies, args.repeats)
     accepted = accepted_tokens(await _metrics(drafting)) - before
     num_tokens = args.repeats * num_requests * args.output_len
     return DraftRow(
         text=text,
         num_requests=num_requests,
         tokens_per_step=num_tokens / (num_tokens - accepted),
-        plain_rates=[rate for (rate, _), _ in runs],
-        draft_rates=[rate for _, (rate, _) in runs],
-        cpu_ratios=[cpu / plain_cpu for (_, plain_cpu), (_, cpu) in runs],
+        pairs=pairs,
     )
-
-
-async def _run(server: ServerProcess, bodies: list[Body]) -> tuple[float, float]:
-    """Returns the output tokens per second and the processor time of a run."""
-    cpu_seconds = server.cpu_seconds()
-    timings = await asyncio.gather(*(stream_completion(HOST, server.port, b) for b in bodies))
-    return output_rate(timings), server.cpu_seconds() - cpu_seconds
-
-
-def output_rate(timings: Sequence[Timing]) -> float:
-    """Returns the output tokens per second of a whole run, prefill included."""
-    seconds = max(t.last_s for t in timings) - min(t.sent_s for t in timings)
-    return sum(t.num_tokens for t in timings) / seconds
 
 
 async def _metrics(server: ServerProcess) -> str:

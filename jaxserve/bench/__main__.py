@@ -3,7 +3,7 @@
 scripts/bench [--model M] [--num-requests N] [--output FILE] [-- SERVER_FLAG...]
 scripts/bench front ...         cost of a streamed token in the front process; see its --help
 scripts/bench neighbours ...    cost of one request to concurrent requests; see its --help
-scripts/bench drafts ...        gain of speculation; see its --help
+scripts/bench drafts ...        gain of speculative decoding; see its --help
 """
 
 from __future__ import annotations
@@ -29,12 +29,9 @@ FIRST_ANSWER_LEN = 8
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["front"]:
-        return front.main(argv[1:])
-    if argv[:1] == ["neighbours"]:
-        return neighbours.main(argv[1:])
-    if argv[:1] == ["drafts"]:
-        return drafts.main(argv[1:])
+    programs = {"front": front.main, "neighbours": neighbours.main, "drafts": drafts.main}
+    if argv and argv[0] in programs:
+        return programs[argv[0]](argv[1:])
     return run(lambda args: asyncio.run(measure(args)), make_parser(), argv)
 
 

@@ -151,7 +151,7 @@ def gemma_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "intermediate_size": size(config, "intermediate_size"),
         "activation": activation(config, "hidden_activation", "gelu_pytorch_tanh"),
-        "attention_scale": real(config, "query_pre_attn_scalar", 256) ** -0.5,
+        "attention_scale": real(config, "query_pre_attn_scalar", 256.0) ** -0.5,
         "attention_soft_cap": optional_real(config, "attn_logit_softcapping"),
         "logit_soft_cap": optional_real(config, "final_logit_softcapping"),
     }

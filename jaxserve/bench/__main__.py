@@ -3,7 +3,7 @@
 scripts/bench [--model M] [--num-requests N] [--output FILE] [-- SERVER_FLAG...]
 scripts/bench front ...         cost of a streamed token in the front process; see its --help
 scripts/bench neighbours ...    cost of one request to concurrent requests; see its --help
-scripts/bench drafts ...        gain of speculation; see its --help
+scripts/bench drafts ...        gain of speculative decoding; see its --help
 scripts/bench compare ...       gain or cost of other flags; see its --help
 """
 

@@ -70,7 +70,11 @@ def make_parser() -> argparse.ArgumentParser:
     """Builds the parser of the flags."""
     parser = base_parser("scripts/bench compare", __doc__)
     parser.add_argument(
-        "--concurrent", type=int, nargs="+", default=[1, 16, 64], help="numbers of requests"
+        "--concurrent",
+        type=int,
+        nargs="+",
+        default=[1, 16, 64],
+        help="numbers of concurrent requests (default: 1 16 64)",
     )
     parser.add_argument("--repeats", type=int, default=3, help="pairs of runs (default: 3)")
     parser.add_argument(

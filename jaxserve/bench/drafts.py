@@ -1,4 +1,4 @@
-"""Measures what speculation gains, on texts that repeat themselves and on others.
+"""Measures the gain of speculative decoding, on texts that repeat themselves and on others.
 
     scripts/bench drafts [--model M] [--repeats N] [--output FILE] [-- SERVER_FLAG...]
 
@@ -21,6 +21,7 @@ from jaxserve.bench.figures import Machine
 from jaxserve.bench.pairs import Pairs, run_pairs, two_servers
 from jaxserve.bench.program import base_parser, run
 from jaxserve.bench.server_process import HOST, ServerProcess
+from jaxserve.config import SpeculationConfig
 
 WORDS = (
     *("river", "stone", "cloud", "garden", "winter", "letter", "mirror", "engine", "harbor"),
@@ -31,7 +32,7 @@ TEXTS = {"repetitive": 0.0, "ordinary": 0.0, "ordinary, drawn": 0.8}
 
 
 def prompt(text: str, seed: int) -> str:
-    """Returns a prompt whose continuation repeats itself, or an ordinary one."""
+    """Returns a prompt for a kind of text in `TEXTS`, with words that depend on the seed."""
     words = random.Random(seed).sample(WORDS, 6)
     if text != "repetitive":
         return f"The old captain told us about the {words[0]} and the {words[1]}. It was"
@@ -97,13 +98,24 @@ def make_parser() -> argparse.ArgumentParser:
     """Builds the parser of the flags."""
     parser = base_parser("scripts/bench drafts", __doc__)
     parser.add_argument(
-        "--concurrent", type=int, nargs="+", default=[1, 4, 16], help="numbers of requests"
+        "--concurrent",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16],
+        help="numbers of concurrent requests (default: 1 4 16)",
     )
     parser.add_argument("--repeats", type=int, default=3, help="pairs of runs (default: 3)")
-    parser.add_argument("--output-len", type=int, default=128, help="output tokens (default: 128)")
-    parser.add_argument("--speculative", default="ngram", help="the proposer (default: ngram)")
     parser.add_argument(
-        "--num-speculative-tokens", type=int, default=7, help="most drafts (default: 7)"
+        "--output-len", type=int, default=128, help="tokens of a completion (default: 128)"
+    )
+    parser.add_argument(
+        "--speculative", default="ngram", help="flag of the server with drafts (default: ngram)"
+    )
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=SpeculationConfig().num_speculative_tokens,
+        help="flag of the server with drafts (default: %(default)s)",
     )
     parser.add_argument(
         "server_flags", nargs="*", metavar="SERVER_FLAG", help="flags of both servers, after --"

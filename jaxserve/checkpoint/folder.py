@@ -40,12 +40,10 @@ class FolderCheckpoint:
         # A link keeps its own name: its target may be a content hash, and may change.
         self.name = name or Path(os.path.abspath(path)).name
         self.config = read_json(path / "config.json")
-        quantization = self.config.get("quantization_config")
-        if quantization:
-            is_described = isinstance(quantization, dict)
+        if quantization := self.config.get("quantization_config"):
             method = (
                 quantization.get("quant_method", "an unnamed method")
-                if is_described
+                if isinstance(quantization, dict)
                 else quantization
             )
             raise UnsupportedModelError(

@@ -70,9 +70,8 @@ class GGUFCheckpoint:
         if "token_embd.weight" not in file.tensors:
             raise CheckpointError(f"{path} has no tensor token_embd.weight")
         self.generation_config = gguf_config.hf_generation_config(metadata)
-        if self._names_of is not None:  # reports what is wrong now, not when weights are read
-            assert self.config
-            assert self._tensors
+        if self._names_of is not None:  # to find what is wrong now, not when weights are read
+            _ = self.config, self._tensors
 
     @functools.cached_property
     def _names(self) -> GGUFNames:

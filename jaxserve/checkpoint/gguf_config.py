@@ -14,12 +14,15 @@ from jaxserve.errors import CheckpointError, UnsupportedModelError
 
 Metadata = dict[str, Any]
 
-
 Get = Callable[..., Any]
-"""Reads a key of the architecture: ``get("block_count")``, or with a default for a missing key."""
+"""Reads a key of the architecture: ``get("block_count")``, or with a default for a missing key.
+
+Raises CheckpointError if the key is missing and there is no default.
+"""
 
 
 def _nothing(get: Get) -> dict[str, Any]:
+    """Returns no keys: `GGUFNames.config` of most families."""
     return {}
 
 
@@ -34,7 +37,7 @@ class GGUFNames:
         rotate adjacent pairs. Hugging Face checkpoints rotate the two halves of a head.
       norm_offset: the number that the converter adds to the weights of norms.
       layer_tensors: part of a GGUF tensor name -> part of the Hugging Face name, for the tensors
-        that `LAYER_TENSOR_NAMES` names differently.
+        whose names differ from `LAYER_TENSOR_NAMES`.
       config: returns keys of config.json that replace or extend those that all families share.
     """
 

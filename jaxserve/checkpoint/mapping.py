@@ -69,14 +69,14 @@ class Destination:
       target: path of the parameter.
       index: place in the parameter.
       shape: shape that the tensor must have after ``transform``.
-      place: shape of the place, of the same size.
+      place_shape: shape of ``parameter[index]``, which has as many elements.
       transform: applied to the tensor before it is placed.
     """
 
     target: str
     index: tuple[int | slice, ...]
     shape: tuple[int, ...]
-    place: tuple[int, ...]
+    place_shape: tuple[int, ...]
     transform: Callable[[np.ndarray], np.ndarray]
 
 
@@ -109,15 +109,15 @@ def assign(
             path = rule.target if rule.target in targets else rule.target.replace("*", str(layer))
             if path not in targets:
                 continue
-            is_stacked = "*" in path
+            is_stacked = "*" in path  # the parameters of all layers are one array
             target, index = targets[path], (layer,) if is_stacked else ()
-            for part, where, place in _parts(rule, target, target.shape[is_stacked:]):
+            for part, where, place_shape in _parts(rule, target, target.shape[is_stacked:]):
                 name = rule.name.replace("{layer}", str(layer)).replace("{part}", part)
                 assert name not in destinations, f"more than one rule is for {name}"
-                rows, columns = place[: target.num_rows], place[target.num_rows :]
+                rows, columns = place_shape[: target.num_rows], place_shape[target.num_rows :]
                 shape = (*((math.prod(rows),) if rows else ()), math.prod(columns))
                 destinations[name] = Destination(
-                    path, (*index, *where), shape, place, rule.transform
+                    path, (*index, *where), shape, place_shape, rule.transform
                 )
     filled = {destination.target for destination in destinations.values()}
     assert filled == set(targets), f"no rule fills {set(targets) - filled}"
@@ -177,7 +177,7 @@ def assemble(
         if target not in buffers:
             buffers[target] = aligned(targets[target].shape, dtype)
         # Splitting axes makes a view, even of a transposed matrix.
-        buffers[target][destinations[name].index] = value.reshape(destinations[name].place)
+        buffers[target][destinations[name].index] = value.reshape(destinations[name].place_shape)
         num_bytes = value.size * dtype.itemsize
         # Keep no reference to a complete parameter: the caller moves it to the device.
         yield Placed(target, num_bytes, None if missing[target] else buffers.pop(target))
@@ -216,7 +216,10 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def _parts(
     rule: Rule, target: Target, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[slice, ...], tuple[int, ...]]]:
-    """Yields name, place and its shape for each part of a parameter of ``shape``, of one layer."""
+    """Yields name, index and shape of each part of a parameter.
+
+    ``shape`` is that of the parameter in one layer, and the indices are within the layer.
+    """
     everywhere = (slice(None),) * len(shape)
     if "{part}" not in rule.name:
         yield "", everywhere, shape

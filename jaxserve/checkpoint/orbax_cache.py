@@ -32,7 +32,7 @@ WEIGHTS, MANIFEST = "weights", "manifest.json"
 Params = dict[str, Any]
 
 
-def entry_name(checkpoint: Checkpoint, layout: Mapping[str, str]) -> str:
+def entry_name(checkpoint: Checkpoint, layout: Mapping[str, Any]) -> str:
     """Returns the name of the cache entry for the converted weights of a checkpoint.
 
     The name is a hash of the checkpoint's path, config, file sizes and modification times, of the
@@ -40,7 +40,8 @@ def entry_name(checkpoint: Checkpoint, layout: Mapping[str, str]) -> str:
 
     Args:
       checkpoint: where the weights come from.
-      layout: the fields of `models.layout.Layout`.
+      layout: the fields of `models.layout.Layout`; ``cut`` is empty, since entries hold whole
+        arrays.
     """
     path = checkpoint.path.resolve()
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))

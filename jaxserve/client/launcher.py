@@ -27,9 +27,6 @@ ENVIRONMENT = {
 }
 """Environment variables of an engine, unless the environment of the front sets them."""
 
-XLA_FLAGS: tuple[str, ...] = ()
-"""Flags put before those of the front's ``XLA_FLAGS``, which take precedence."""
-
 CAPTURE_COLLECTIVES = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
 """The flag of XLA that adds sums over devices to the operations that CUDA graphs may contain."""
 
@@ -136,10 +133,13 @@ def child_environment(
 
 
 def xla_flags(config: CompileConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable with the flags of XLA, if there are any."""
-    capture = [CAPTURE_COLLECTIVES] if config.capture_collectives else []
-    flags = " ".join([*XLA_FLAGS, *capture, inherited.get("XLA_FLAGS", "")]).strip()
-    return {"XLA_FLAGS": flags} if flags else {}
+    """Returns the variable with the flags of XLA, unless it stays as it is.
+
+    Inherited flags come last: XLA takes the last of equal flags.
+    """
+    if not config.capture_collectives:
+        return {}
+    return {"XLA_FLAGS": f"{CAPTURE_COLLECTIVES} {inherited.get('XLA_FLAGS', '')}".strip()}
 
 
 def memory_settings(cache: CacheConfig, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -16,17 +16,10 @@ from jaxtyping import Array, Float32, Int32
 
 from jaxserve.checkpoint.gguf_config import GGUFNames
 from jaxserve.checkpoint.mapping import Rule
-from jaxserve.models.blocks import (
-    Embed,
-    Hidden,
-    Layer,
-    LayerContext,
-    RMSNorm,
-    cut_weights,
-    store_weights_as,
-)
+from jaxserve.models.blocks import Embed, Hidden, Layer, LayerContext, RMSNorm
 from jaxserve.models.layout import Layout
 from jaxserve.models.spec import ModelSpec
+from jaxserve.models.weights import cut_weights, store_weights_as
 from jaxserve.ops.attention import NO_WINDOW, AttentionBackend, KVCache, StepMeta
 from jaxserve.ops.linear import ArraySpec
 from jaxserve.ops.rope import cos_sin

@@ -8,13 +8,16 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 
-MAX_LAYERS = 10_000
-MAX_SIZE = 2**31 - 1
+MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 """Sizes above these limits mean that config.json is damaged."""
 
 
 def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Returns a whole number in [1, `MAX_SIZE`]; null counts as missing."""
+    """Returns a whole number in [1, `MAX_SIZE`]; null counts as missing.
+
+    Raises:
+      CheckpointError: the value is no such number, or it is missing and has no default.
+    """
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -30,27 +33,31 @@ def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int
 
 
 def real(config: Mapping[str, Any], key: str, default: float) -> float:
-    """Returns a finite number above 0, which may be written as a string."""
+    """Returns a finite number above 0, which may be written as a string; null counts as missing.
+
+    Raises:
+      CheckpointError: the value is no such number.
+    """
+    value = optional_real(config, key)
+    return default if value is None else value
+
+
+def optional_real(config: Mapping[str, Any], key: str) -> float | None:
+    """Returns a finite number above 0, as `real` does, or None if it is null or missing."""
     value = config.get(key)
-    value = default if value is None else value
+    if value is None:
+        return None
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not 0 < number < math.inf:
-        raise CheckpointError(f"{key} in config.json must be a number above 0, got {value!r}")
+        raise CheckpointError(f"{key} in config.json must be a number above 0, got {value!r:.100}")
     return number
 
 
-def optional_real(config: Mapping[str, Any], key: str, default: float | None) -> float | None:
-    """Returns a finite number above 0, None if the value is null, ``default`` if it is missing."""
-    if key not in config:
-        return default
-    return None if config[key] is None else real(config, key, 0.0)
-
-
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Returns the size of a head, which is even. Raises CheckpointError."""
+    """Returns the size of a head, which is even. Raises CheckpointError if it is not."""
     default = size(config, "hidden_size") // size(config, "num_attention_heads")
     dim = size(config, "head_dim", default)
     if dim % 2:

@@ -32,17 +32,17 @@ class Gemma2Spec(ModelSpec):
     Attributes:
       activation: a key of `ops.elementwise.ACTIVATIONS`.
       attention_scale: multiplies the scores.
-      attention_cap: see ``soft_cap`` of `ops.attention.AttendFn`.
-      logit_cap: bounds the logits in the same way; None: no cap.
-      has_qk_norm: normalises the queries and keys of each head, as Gemma 3 does.
+      attention_soft_cap: see ``soft_cap`` of `ops.attention.AttendFn`.
+      logit_soft_cap: bounds the logits in the same way; None: no cap.
+      qk_norm: normalises the queries and keys of each head, as Gemma 3 does.
     """
 
     intermediate_size: int
     activation: str
     attention_scale: float
-    attention_cap: float | None
-    logit_cap: float | None
-    has_qk_norm: bool = False
+    attention_soft_cap: float | None
+    logit_soft_cap: float | None
+    qk_norm: bool = False
 
 
 class Gemma2Layer(Layer):
@@ -54,8 +54,8 @@ class Gemma2Layer(Layer):
         self.attention = Attention(
             spec,
             scale=spec.attention_scale,
-            soft_cap=spec.attention_cap,
-            qk_norm=GemmaNorm if spec.has_qk_norm else None,
+            soft_cap=spec.attention_soft_cap,
+            qk_norm=GemmaNorm if spec.qk_norm else None,
         )
         self.mlp_norm, self.mlp_out_norm = norm(), norm()
         self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, spec.activation)
@@ -75,18 +75,18 @@ GGUF_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+"""`GGUFNames.layer_tensors` of Gemma 2 and 3."""
 
 
-def gguf_scale(get: Get, *, layers_of_27b: int) -> dict[str, Any]:
+def gguf_query_scalar(get: Get, *, layers_of_27b: int) -> int:
     """Returns ``query_pre_attn_scalar``, which GGUF files lack.
 
-    It is the size of a head, but for the models with 27 billion parameters, which have
-    ``hidden_size / num_attention_heads``; llama.cpp tells them by the number of layers, too.
+    It is the size of a head, except in the models with 27 billion parameters, where it is
+    ``hidden_size / num_attention_heads``. llama.cpp recognises those by their number of layers too.
     """
-    width, heads = get("embedding_length"), get("attention.head_count")
+    ratio = get("embedding_length") // get("attention.head_count")
     is_27b = get("block_count") == layers_of_27b
-    scalar = width // heads if is_27b else get("attention.key_length", width // heads)
-    return {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
+    return ratio if is_27b else get("attention.key_length", ratio)
 
 
 class Gemma2ForCausalLM(CausalLM):
@@ -99,7 +99,7 @@ class Gemma2ForCausalLM(CausalLM):
         norm_offset=1.0,
         layer_tensors=GGUF_NORMS,
         config=lambda get: {
-            **gguf_scale(get, layers_of_27b=46),
+            "query_pre_attn_scalar": gguf_query_scalar(get, layers_of_27b=46),
             "attn_logit_softcapping": get("attn_logit_softcapping", 50.0),
             "final_logit_softcapping": get("final_logit_softcapping", 30.0),
             "sliding_window": get("attention.sliding_window", 4096),
@@ -118,11 +118,17 @@ class Gemma2ForCausalLM(CausalLM):
     @classmethod
     def read_spec(cls, config: Mapping[str, Any]) -> Gemma2Spec:
         """See `CausalLM.read_spec`. Windows are in the layers 0, 2, 4, ... unless listed."""
-        config = settle(config, defaults={"sliding_window": 4096, "tie_word_embeddings": True})
+        defaults = {
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        }
+        config = settle(config, defaults=defaults)
         kinds = ["sliding_attention", "full_attention"]
         count = size(config, "num_hidden_layers")
         config.setdefault("layer_types", [kinds[i % 2] for i in range(count)])
-        return Gemma2Spec(**shared_fields(config), **gemma_fields(config, (50.0, 30.0)))
+        return Gemma2Spec(**shared_fields(config), **gemma_fields(config))
 
     def final_norm(self, spec: ModelSpec) -> RMSNorm:
         """See `CausalLM.final_norm`."""
@@ -136,21 +142,16 @@ class Gemma2ForCausalLM(CausalLM):
 
     def logits(self, hidden: Hidden) -> Float32[Array, "tokens vocab"]:
         """See `CausalLM.logits`."""
-        logits, cap = super().logits(hidden), self.spec.logit_cap
+        logits, cap = super().logits(hidden), self.spec.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def gemma_fields(
-    config: Mapping[str, Any], caps: tuple[float | None, float | None] = (None, None)
-) -> dict[str, Any]:
-    """Reads the fields of `Gemma2Spec` from a settled config.json.
-
-    ``caps`` are the caps of scores and of logits for a file without these keys.
-    """
+def gemma_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the fields that `Gemma2Spec` adds to `ModelSpec` from a settled config.json."""
     return {
         "intermediate_size": size(config, "intermediate_size"),
         "activation": activation(config, "hidden_activation", "gelu_pytorch_tanh"),
-        "attention_scale": real(config, "query_pre_attn_scalar", 256) ** -0.5,
-        "attention_cap": optional_real(config, "attn_logit_softcapping", caps[0]),
-        "logit_cap": optional_real(config, "final_logit_softcapping", caps[1]),
+        "attention_scale": real(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        "attention_soft_cap": optional_real(config, "attn_logit_softcapping"),
+        "logit_soft_cap": optional_real(config, "final_logit_softcapping"),
     }

@@ -8,14 +8,14 @@ from typing import Any
 
 from jaxserve.checkpoint.gguf_config import Get, GGUFNames
 from jaxserve.checkpoint.mapping import Rule
-from jaxserve.errors import CheckpointError
+from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.config_values import real, size
 from jaxserve.models.gemma2 import (
     GGUF_NORMS,
     Gemma2ForCausalLM,
     Gemma2Spec,
     gemma_fields,
-    gguf_scale,
+    gguf_query_scalar,
 )
 from jaxserve.models.hf_config import settle, shared_fields, windows
 from jaxserve.models.llama import PREFIX
@@ -42,7 +42,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         norm_offset=1.0,
         layer_tensors=GGUF_NORMS,
         config=lambda get: {
-            **gguf_scale(get, layers_of_27b=62),
+            "query_pre_attn_scalar": gguf_query_scalar(get, layers_of_27b=62),
             "final_logit_softcapping": get("final_logit_softcapping", 0.0) or None,
             "rope_parameters": _gguf_rotations(get),
         },
@@ -60,6 +60,10 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         ``max_position_embeddings`` is the context after the scaling of the rotation.
         """
         config = settle(config, defaults={"sliding_window": 4096, "tie_word_embeddings": True})
+        if config.get("use_bidirectional_attention"):
+            raise UnsupportedModelError(
+                "attention to later tokens is not supported (use_bidirectional_attention is true)"
+            )
         period = size(config, "sliding_window_pattern", 6)
         kinds = [
             "full_attention" if (i + 1) % period == 0 else "sliding_attention"
@@ -71,7 +75,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         layers = [LayerSpec(w, full if w is None else local) for w in windows(config)]
         fields = shared_fields(config, layers)
         fields["context_length"] = size(config, "max_position_embeddings")
-        return Gemma2Spec(**fields, **gemma_fields(config), has_qk_norm=True)
+        return Gemma2Spec(**fields, **gemma_fields(config), qk_norm=True)
 
 
 def _rotation(config: Mapping[str, Any], kind: str, theta_key: str, theta: float) -> Rope:

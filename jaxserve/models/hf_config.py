@@ -18,7 +18,10 @@ from jaxserve.models.spec import LayerSpec
 from jaxserve.ops.elementwise import ACTIVATIONS
 
 NULL_HAS_A_MEANING = (
-    *("sliding_window", "head_dim", "attn_logit_softcapping", "final_logit_softcapping"),
+    "sliding_window",
+    "head_dim",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
 )
 """Keys for which null does not mean the same as a missing key."""
 
@@ -106,19 +109,6 @@ def activation(config: Mapping[str, Any], key: str = "hidden_act", default: str 
     return name
 
 
-def _check_supported(config: Mapping[str, Any]) -> None:
-    for key in ("num_local_experts", "num_experts"):
-        if config.get(key):
-            raise UnsupportedModelError(
-                f"mixtures of experts are not supported ({key} is {config[key]}); "
-                "only dense models are"
-            )
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(
-            f"partial_rotary_factor {config['partial_rotary_factor']} is not supported; only 1.0 is"
-        )
-
-
 def windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Returns the attention window of each layer, in tokens; None for layers without a window.
 
@@ -151,3 +141,16 @@ def windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
                 f"layer type {kind!r} is not supported; supported are {', '.join(known)}"
             )
     return tuple(known[kind] for kind in kinds)
+
+
+def _check_supported(config: Mapping[str, Any]) -> None:
+    for key in ("num_local_experts", "num_experts"):
+        if config.get(key):
+            raise UnsupportedModelError(
+                f"mixtures of experts are not supported ({key} is {config[key]}); "
+                "only dense models are"
+            )
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor {config['partial_rotary_factor']} is not supported; only 1.0 is"
+        )

@@ -16,11 +16,11 @@ from flax import nnx, traverse_util
 
 from jaxserve.checkpoint import mapping
 from jaxserve.errors import CheckpointError
-from jaxserve.models.blocks import Source
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.layout import Layout
 from jaxserve.models.registry import model_class
 from jaxserve.models.spec import ModelSpec
+from jaxserve.models.weights import Source
 from jaxserve.ops.linear import Dense
 
 logger = logging.getLogger("jaxserve")
@@ -30,6 +30,12 @@ ShardingOf = Callable[[tuple[str, ...]], jax.sharding.Sharding | None]
 
 Params = dict[str, Any]
 """Nested dicts of device arrays; the keys are attributes and indices in a list of layers."""
+
+Keys = tuple[str | int, ...]
+"""The keys that lead to an array or a module in `Params`."""
+
+Shardings = Mapping[Keys, jax.sharding.Sharding | None]
+"""The devices of each array, by its keys; see `ShardingOf`."""
 
 
 @runtime_checkable
@@ -74,7 +80,7 @@ def load_params(
     Args:
       checkpoint: yields one tensor at a time.
       spec: the shape of the model.
-      layout: the dtype, loop and format of the weights.
+      layout: the dtype, loop, format and cut of the weights.
       sharding: the devices of each array. Each device receives only its part.
       on_progress: called after each tensor with the bytes of parameters set so far and in total,
         in the dtype of the layout.
@@ -97,7 +103,7 @@ def load_params(
     total = sum(math.prod(target.shape) for target in targets.values()) * dtype.itemsize
     done = 0
     shardings = jax.tree.map(lambda one: sharding(one.names), _declared(model, layout))
-    arrays = _Arrays(spec.num_layers, traverse_util.flatten_dict(shardings))
+    arrays = _Arrays(spec.num_layers, cast(Shardings, traverse_util.flatten_dict(shardings)))
 
     def renamed(named: tuple[str, np.ndarray]) -> tuple[str, np.ndarray]:
         return full_names[named[0]], named[1]
@@ -128,19 +134,19 @@ class _Parameter:
 
     target: mapping.Target
     source: Source
-    module: tuple[str | int, ...]
+    module: Keys
     layer: int | None = None
 
 
 class _Arrays:
     """The arrays of a model, made from its parameters and moved to their devices."""
 
-    def __init__(self, num_layers: int, shardings: Mapping[tuple[str | int, ...], Any]) -> None:
+    def __init__(self, num_layers: int, shardings: Shardings) -> None:
         self._num_layers = num_layers
         self._shardings = shardings
-        self._complete: dict[tuple[str | int, ...], jax.Array] = {}
-        self._stacks: dict[tuple[str | int, ...], np.ndarray] = {}
-        self._counts: Counter[tuple[str | int, ...]] = Counter()
+        self._complete: dict[Keys, jax.Array] = {}
+        self._stacks: dict[Keys, np.ndarray] = {}
+        self._counts: Counter[Keys] = Counter()
 
     @property
     def tree(self) -> Params:
@@ -157,7 +163,7 @@ class _Arrays:
             else:
                 self._stack(path, parameter.layer, array)
 
-    def _stack(self, path: tuple[str | int, ...], layer: int, array: np.ndarray) -> None:
+    def _stack(self, path: Keys, layer: int, array: np.ndarray) -> None:
         if path not in self._stacks:
             shape = (self._num_layers, *array.shape)
             self._stacks[path] = mapping.aligned(shape, array.dtype)
@@ -229,7 +235,7 @@ def _parameters(model: CausalLM) -> dict[str, _Parameter]:
     found = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         source: Source = param.source
-        module = cast(tuple[str | int, ...], path[:-1])
+        module = cast(Keys, path[:-1])
         shape = tuple(size for _, size in source.matrix.axes)
         target = mapping.Target(shape, source.matrix.num_rows)
         if source.parts is not None:

@@ -2,12 +2,9 @@
 
 import dataclasses
 import functools
-import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
@@ -18,115 +15,9 @@ from jaxserve.errors import CheckpointError, UnsupportedModelError
 from jaxserve.models.registry import gguf_names, read_spec
 from jaxserve.ops.rope import FactorScaling
 from jaxserve.testing.tiny import random_tensors, tiny_config
+from jaxserve.testing.tiny_gguf import converted, gguf_name, metadata, permuted, write, write_gguf
 
 open_gguf = functools.partial(GGUFCheckpoint, names_of=gguf_names)
-
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-GEMMA_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def gguf_name(name: str, *, is_gemma: bool = False) -> str:
-    stem, kind = name.rsplit(".", 1)
-    names = {**NAMES, **GEMMA_NAMES} if is_gemma else NAMES
-    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
-        return f"blk.{match[1]}.{names[match[2]]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
-
-
-def permuted(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """Permutes q and k projections as the GGUF converter does for the Llama family."""
-    shape = weights.shape
-    heads = weights.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:])
-    return heads.swapaxes(1, 2).reshape(shape)
-
-
-def metadata(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    prefix = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
-    fields = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": config["rope_parameters"]["rope_theta"],
-    }
-    fields = {f"{prefix}.{key}": value for key, value in fields.items()}
-    fields = {"general.architecture": prefix, **fields, **changes}
-    return {key: value for key, value in fields.items() if value is not None}
-
-
-def write(
-    path: Path,
-    fields: Mapping[str, Any],
-    tensors: Mapping[str, np.ndarray],
-    kinds: Mapping[str, Kind] | None = None,
-) -> Path:
-    """Writes a GGUF file; tensors are quantised only if a kind is given."""
-    writer = gguf.GGUFWriter(path, fields["general.architecture"])
-    for key, value in fields.items():
-        if key == "general.architecture":
-            continue
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        else:
-            writer.add_float32(key, value)
-    for name, array in tensors.items():
-        kind = (kinds or {}).get(name)
-        data = array if kind is None else quants.quantize(array, kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict:
-    """Returns tensors by GGUF name, changed as the converter does.
-
-    It permutes q and k of the Llama family, and adds 1 to the norms of Gemma.
-    """
-    result = {}
-    is_gemma = config["model_type"].startswith("gemma")
-    for name, array in tensors.items():
-        if is_gemma and name.endswith("norm.weight"):
-            array = array + 1
-        if config["model_type"] in ("llama", "mistral"):
-            if ".q_proj." in name:
-                array = permuted(array, config["num_attention_heads"])
-            elif ".k_proj." in name:
-                array = permuted(array, config["num_key_value_heads"])
-        result[gguf_name(name, is_gemma=is_gemma)] = np.ascontiguousarray(array)
-    return result
 
 
 @pytest.mark.parametrize(
@@ -144,8 +35,7 @@ def test_reads_the_same_model_as_from_safetensors(
 ) -> None:
     config = tiny_config(architecture, **options)
     tensors = random_tensors(config, seed=1)
-    path = write(tmp_path / "Tiny.F32.gguf", metadata(config), converted(config, tensors))
-    checkpoint = open_gguf(path)
+    checkpoint = open_gguf(write_gguf(tmp_path / "Tiny.F32.gguf", config, tensors))
     assert checkpoint.name == "tiny"
     read = dict(checkpoint.tensors())
     assert list(read) == checkpoint.tensor_names
@@ -347,42 +237,24 @@ GEMMA_3_ROPE = {
 
 
 @pytest.mark.parametrize(
-    ("config", "fields"),
+    "config",
     [
-        (
-            tiny_config("Gemma2ForCausalLM", query_pre_attn_scalar=16, **GEMMA_2, **GEMMA_SHAPE),
-            {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
-        ),
+        tiny_config("Gemma2ForCausalLM", query_pre_attn_scalar=16, **GEMMA_2, **GEMMA_SHAPE),
         # Converters before the keys of the caps existed; the values are those of every Gemma 2.
-        (tiny_config("Gemma2ForCausalLM", query_pre_attn_scalar=16, **GEMMA_SHAPE), {}),
-        (
-            tiny_config(
-                "Gemma3ForCausalLM",
-                model_type="gemma3_text",
-                query_pre_attn_scalar=16,
-                rope_parameters=GEMMA_3_ROPE,
-                **GEMMA_SHAPE,
-            ),
-            {
-                "rope.freq_base": 5000.0,
-                "rope.freq_base_swa": 100.0,
-                "rope.scaling.type": "linear",
-                "rope.scaling.factor": 4.0,
-            },
+        tiny_config("Gemma2ForCausalLM", query_pre_attn_scalar=16, **GEMMA_SHAPE),
+        tiny_config(
+            "Gemma3ForCausalLM",
+            model_type="gemma3_text",
+            query_pre_attn_scalar=16,
+            rope_parameters=GEMMA_3_ROPE,
+            **GEMMA_SHAPE,
         ),
     ],
     ids=["gemma2", "gemma2-without-caps", "gemma3"],
 )
-def test_reads_the_same_gemma_as_from_safetensors(
-    tmp_path: Path, config: dict, fields: dict
-) -> None:
+def test_reads_the_same_gemma_as_from_safetensors(tmp_path: Path, config: dict) -> None:
     tensors = random_tensors(config, seed=1)
-    prefix = config["model_type"].removesuffix("_text")
-    fields = {"attention.sliding_window": 9, **fields}
-    changes = {f"{prefix}.{key}": value for key, value in fields.items()}
-    rope = {"rope_parameters": {"rope_theta": 10000.0}}
-    known = metadata({**config, **rope, "model_type": prefix}, **changes)
-    checkpoint = open_gguf(write(tmp_path / "x.gguf", known, converted(config, tensors)))
+    checkpoint = open_gguf(write_gguf(tmp_path / "x.gguf", config, tensors))
     # GGUF stores reals in float32.
     found = dataclasses.replace(read_spec(checkpoint.config), norm_eps=config["rms_norm_eps"])
     assert found == read_spec(config)

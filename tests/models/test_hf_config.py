@@ -187,6 +187,10 @@ def test_reads_the_biases_and_norms_of_each_family():
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            "use_bidirectional_attention is true",
+        ),
+        (
             {
                 "architectures": ["Qwen3ForCausalLM"],
                 "use_sliding_window": True,

@@ -1,132 +1,21 @@
-"""GGUF checkpoints: tensors, config, rope, and files that are rejected."""
+"""GGUF checkpoints: their tensors, and files that are rejected."""
 
 import dataclasses
 import functools
-import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 
 from jaxserve.checkpoint.gguf import GGUFCheckpoint, served_name
-from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.errors import CheckpointError
 from jaxserve.models.registry import gguf_names, read_spec
-from jaxserve.ops.rope import FactorScaling
+from jaxserve.testing.gguf_files import converted, gguf_name, metadata, permuted, write_gguf
 from jaxserve.testing.tiny import random_tensors, tiny_config
 
 open_gguf = functools.partial(GGUFCheckpoint, names_of=gguf_names)
-
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-GEMMA_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def gguf_name(name: str, *, is_gemma: bool = False) -> str:
-    stem, kind = name.rsplit(".", 1)
-    names = {**NAMES, **GEMMA_NAMES} if is_gemma else NAMES
-    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
-        return f"blk.{match[1]}.{names[match[2]]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
-
-
-def permuted(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """Permutes q and k projections as the GGUF converter does for the Llama family."""
-    shape = weights.shape
-    heads = weights.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:])
-    return heads.swapaxes(1, 2).reshape(shape)
-
-
-def metadata(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    prefix = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
-    fields = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": config["rope_parameters"]["rope_theta"],
-    }
-    fields = {f"{prefix}.{key}": value for key, value in fields.items()}
-    fields = {"general.architecture": prefix, **fields, **changes}
-    return {key: value for key, value in fields.items() if value is not None}
-
-
-def write(
-    path: Path,
-    fields: Mapping[str, Any],
-    tensors: Mapping[str, np.ndarray],
-    kinds: Mapping[str, Kind] | None = None,
-) -> Path:
-    """Writes a GGUF file; tensors are quantised only if a kind is given."""
-    writer = gguf.GGUFWriter(path, fields["general.architecture"])
-    for key, value in fields.items():
-        if key == "general.architecture":
-            continue
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        else:
-            writer.add_float32(key, value)
-    for name, array in tensors.items():
-        kind = (kinds or {}).get(name)
-        data = array if kind is None else quants.quantize(array, kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict:
-    """Returns tensors by GGUF name, changed as the converter does.
-
-    It permutes q and k of the Llama family, and adds 1 to the norms of Gemma.
-    """
-    result = {}
-    is_gemma = config["model_type"].startswith("gemma")
-    for name, array in tensors.items():
-        if is_gemma and name.endswith("norm.weight"):
-            array = array + 1
-        if config["model_type"] in ("llama", "mistral"):
-            if ".q_proj." in name:
-                array = permuted(array, config["num_attention_heads"])
-            elif ".k_proj." in name:
-                array = permuted(array, config["num_key_value_heads"])
-        result[gguf_name(name, is_gemma=is_gemma)] = np.ascontiguousarray(array)
-    return result
 
 
 @pytest.mark.parametrize(
@@ -144,7 +33,7 @@ def test_reads_the_same_model_as_from_safetensors(
 ) -> None:
     config = tiny_config(architecture, **options)
     tensors = random_tensors(config, seed=1)
-    path = write(tmp_path / "Tiny.F32.gguf", metadata(config), converted(config, tensors))
+    path = write_gguf(tmp_path / "Tiny.F32.gguf", metadata(config), converted(config, tensors))
     checkpoint = open_gguf(path)
     assert checkpoint.name == "tiny"
     read = dict(checkpoint.tensors())
@@ -176,7 +65,7 @@ def test_quantised_projections_are_permuted_in_whole_rows(tmp_path: Path) -> Non
         "blk.0.attn_output.weight": Kind.BF16,
         "token_embd.weight": Kind.Q5_1,
     }
-    checkpoint = open_gguf(write(tmp_path / "x.gguf", metadata(config), stored, kinds))
+    checkpoint = open_gguf(write_gguf(tmp_path / "x.gguf", metadata(config), stored, kinds))
     read = dict(checkpoint.tensors())
     assert checkpoint.num_bytes == sum(array.nbytes for array in read.values())
     for gguf_key, kind in kinds.items():
@@ -192,132 +81,6 @@ def test_quantised_projections_are_permuted_in_whole_rows(tmp_path: Path) -> Non
     assert dtypes == {"float16", "bfloat16"}
 
 
-def small_checkpoint(
-    tmp_path: Path, changes: dict[str, Any], extra: dict | None = None
-) -> GGUFCheckpoint:
-    config = tiny_config(num_hidden_layers=1)
-    tensors = converted(config, random_tensors(config)) | (extra or {})
-    return open_gguf(write(tmp_path / "x.gguf", metadata(config, **changes), tensors))
-
-
-def test_reads_unusual_settings(tmp_path: Path) -> None:
-    changes = {
-        "llama.attention.key_length": 32,
-        "llama.attention.head_count_kv": None,
-        "llama.rope.freq_base": None,
-        "llama.rope.dimension_count": 8,
-        "llama.attention.sliding_window": 100,
-        "llama.vocab_size": 77,  # ignored: the number of rows of the embedding is used
-    }
-    config = small_checkpoint(tmp_path, changes).config
-    assert config["head_dim"] == 32
-    assert config["num_key_value_heads"] == config["num_attention_heads"] == 4
-    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
-    assert config["partial_rotary_factor"] == 0.25
-    assert config["sliding_window"] == 100
-    assert (config["architectures"], config["model_type"]) == (["MistralForCausalLM"], "mistral")
-    assert config["vocab_size"] == 512
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"type": "none"}, {"rope_type": "default"}),
-        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-        (
-            {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 16.0},
-            {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "beta_fast": 16.0,
-            },
-        ),
-        (
-            {"type": "yarn", "factor": 8.0, "attn_factor": 0.5},
-            {
-                "rope_type": "yarn",
-                "factor": 8.0,
-                "attention_factor": pytest.approx(0.5 * (1 + 0.1 * np.log(8))),
-            },
-        ),
-    ],
-)
-def test_reads_rope_scaling(tmp_path: Path, changes: dict, expected: dict) -> None:
-    fields = {f"llama.rope.scaling.{key}": value for key, value in changes.items()}
-    rope = small_checkpoint(tmp_path, fields).config["rope_parameters"]
-    assert rope == {"rope_theta": 10000.0, **expected}
-
-
-def test_recognises_the_rope_factors_of_llama3(tmp_path: Path) -> None:
-    # The values of the converter for Llama 3.1, with a head size of 16 and a base of 10000.
-    factors = []
-    for i in range(8):
-        wavelength = 2 * np.pi * 10000.0 ** (2 * i / 16)
-        if wavelength < 8192 / 4:
-            factors.append(1.0)
-        elif wavelength > 8192:
-            factors.append(8.0)
-        else:
-            smooth = (8192 / wavelength - 1) / (4 - 1)
-            factors.append(1 / ((1 - smooth) / 8 + smooth))
-    assert len(set(factors)) > 2
-    checkpoint = small_checkpoint(
-        tmp_path, {}, {"rope_freqs.weight": np.array(factors, np.float32)}
-    )
-    assert checkpoint.config["rope_parameters"] == {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    assert not any("rope" in name for name in checkpoint.tensor_names)
-
-
-def test_keeps_other_rope_factors(tmp_path: Path) -> None:
-    factors = np.linspace(1, 3, 8, dtype=np.float32)
-    checkpoint = small_checkpoint(tmp_path, {}, {"rope_freqs.weight": factors})
-    rope = checkpoint.config["rope_parameters"]
-    assert rope == {"rope_type": "factors", "rope_theta": 10000.0, "factors": factors.tolist()}
-    assert read_spec(checkpoint.config).ropes[0].scaling == FactorScaling(tuple(factors.tolist()))
-
-
-def test_generation_config_has_end_tokens_and_sampling_defaults(tmp_path: Path) -> None:
-    changes = {
-        "tokenizer.ggml.tokens": ["a", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "</s>"],
-        # A normal token is not an end token, even if it is named like one.
-        "tokenizer.ggml.token_type": [1, 3, 3, 1, 3],
-        "tokenizer.ggml.eos_token_id": 4,
-        "tokenizer.ggml.eot_token_id": 2,
-        "general.sampling.temp": 0.5,
-        "general.sampling.top_k": 20,
-    }
-    checkpoint = small_checkpoint(tmp_path, changes)
-    assert checkpoint.generation_config == {
-        "eos_token_id": [4, 2, 1],
-        "temperature": 0.5,
-        "top_k": 20,
-    }
-    assert checkpoint.config["eos_token_id"] == 4
-
-
-@pytest.mark.parametrize(
-    ("changes", "extra", "message"),
-    [
-        ({"general.architecture": "gpt2"}, {}, "'gpt2' is not supported; expected one of gemma2"),
-        ({"llama.expert_count": 8}, {}, "with experts"),
-        ({"llama.rope.scaling.type": "longrope"}, {}, "rope scaling 'longrope'"),
-    ],
-)
-def test_rejects_unsupported_models(
-    tmp_path: Path, changes: dict, extra: dict, message: str
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        small_checkpoint(tmp_path, changes, extra)
-
-
 @pytest.mark.parametrize(
     ("changes", "extra", "message"),
     [
@@ -327,13 +90,15 @@ def test_rejects_unsupported_models(
         ({}, {"something": np.ones(4, np.float32)}, "tensor something"),
     ],
 )
-def test_rejects_unusable_files(tmp_path: Path, changes: dict, extra: dict, message: str) -> None:
+def test_rejects_unusable_files(small_gguf, changes: dict, extra: dict, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        small_checkpoint(tmp_path, changes, extra)
+        small_gguf(changes, extra)
 
 
 def test_rejects_a_file_without_an_embedding(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.gguf", metadata(tiny_config()), {"output.weight": np.ones((2, 2))})
+    path = write_gguf(
+        tmp_path / "x.gguf", metadata(tiny_config()), {"output.weight": np.ones((2, 2))}
+    )
     with pytest.raises(CheckpointError, match="no tensor token_embd.weight"):
         open_gguf(path)
 
@@ -382,7 +147,7 @@ def test_reads_the_same_gemma_as_from_safetensors(
     changes = {f"{prefix}.{key}": value for key, value in fields.items()}
     rope = {"rope_parameters": {"rope_theta": 10000.0}}
     known = metadata({**config, **rope, "model_type": prefix}, **changes)
-    checkpoint = open_gguf(write(tmp_path / "x.gguf", known, converted(config, tensors)))
+    checkpoint = open_gguf(write_gguf(tmp_path / "x.gguf", known, converted(config, tensors)))
     # GGUF stores reals in float32.
     found = dataclasses.replace(read_spec(checkpoint.config), norm_eps=config["rms_norm_eps"])
     assert found == read_spec(config)
@@ -398,7 +163,7 @@ def test_names_a_tensor_whose_type_cannot_be_dequantised(tmp_path: Path) -> None
     config = tiny_config(num_hidden_layers=1)
     tensors = converted(config, random_tensors(config))
     tensors["output_norm.weight"] = np.ones(64, np.int32)
-    path = write(tmp_path / "x.gguf", metadata(config), tensors)
+    path = write_gguf(tmp_path / "x.gguf", metadata(config), tensors)
     with pytest.raises(CheckpointError, match="output_norm.weight is of type I32"):
         list(open_gguf(path).tensors())
 

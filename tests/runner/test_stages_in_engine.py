@@ -18,6 +18,8 @@ from jaxserve.sampling.registry import check_params
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.testing.example_stages import SCALE, STAGES, scale
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 VOCAB = 300
 SIZES = {
     "max_num_seqs": 4,

@@ -188,13 +188,7 @@ def on_backends(names: Iterable[str]) -> pytest.MarkDecorator:
     On a CPU the kernels are interpreted, which is slow, and they have their own tests. Here they
     run only the cases that show that the arguments reach them.
     """
-    quickly = pytest.mark.usefixtures("compile_quickly")
-    runs = [
-        pytest.param(backend, name, marks=quickly if backend == "pallas_triton" else ())
-        for backend in BACKENDS
-        for name in names
-        if backend != "pallas_triton" or name in FOR_KERNELS
-    ]
+    runs = [(b, n) for b in BACKENDS for n in names if b != "pallas_triton" or n in FOR_KERNELS]
     return pytest.mark.parametrize(("backend", "name"), runs)
 
 

@@ -10,6 +10,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import jaxserve.testing.typecheck  # noqa: F401  (pyproject.toml names it; hooked modules need it)
 from jaxserve.checkpoint.locate import find_in_package
@@ -21,6 +22,12 @@ NUM_DEVICES = 4
 
 # The flags of a CPU for which `auto` chooses each dtype.
 CPU_FLAGS = {"float32": "fpu avx2", "bfloat16": "fpu avx2 avx512_bf16"}
+
+SLOW_FOLDERS = ("e2e", "scripts", "engine", "models", "cases", "runner", "ops")
+"""The folders with the slowest files, which run first.
+
+With `pytest -n`, a whole file runs in one process. Short files at the end keep every process busy.
+"""
 
 # The examples of a test follow from its name, and no limit depends on the speed of the machine.
 hypothesis.settings.register_profile(
@@ -40,8 +47,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Makes the tests independent of the machine."""
+    if config.pluginmanager.hasplugin("xdist"):
+        config.option.loadscopereorder = False  # by the number of tests; see `SLOW_FOLDERS`
     # A shell that runs the tests in the background makes them and their children ignore SIGINT.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,6 +59,12 @@ def pytest_configure() -> None:
     # For tests of several devices. It does not affect the processes that the tests start.
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     hypothesis.settings.load_profile("same-everywhere")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the slowest files first, and keeps the order within a folder."""
+    ranks = {name: rank for rank, name in enumerate(SLOW_FOLDERS)}
+    items.sort(key=lambda item: ranks.get(item.path.parent.name, len(ranks)))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -82,6 +97,24 @@ def _fake_cpu(patch: pytest.MonkeyPatch, folder: Path, dtype: str) -> None:
     path = folder / "cpuinfo"
     path.write_text(f"model name\t: a CPU\nflags\t\t: {CPU_FLAGS[dtype]}\n")
     patch.setattr("jaxserve.runner.device.CPU_INFO", path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _keep_compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Lets jax load a program that another test has compiled, unless it compiles in no time."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # jax looks for the folder at its first compilation only, which may already have happened.
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def compile_quickly() -> Iterator[None]:
+    """Turns most optimizations of the compiler off, for programs that run a few times only."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

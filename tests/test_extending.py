@@ -195,6 +195,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.mark.usefixtures("compile_quickly")
 @example_of("A sampler stage")
 @pytest.mark.parametrize("where", ["in the tree", "by its name", "as an object"])
 def test_sampler_stage_lowers_recent_tokens(example, monkeypatch, checkpoint, where) -> None:

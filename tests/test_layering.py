@@ -29,6 +29,7 @@ DEVICE = (
     "jaxserve.ops",
     "jaxserve.runner",
     "jaxserve.sampling",
+    "jaxserve.testing.example_stages",
     "jaxserve.testing.one_step",
 )
 

@@ -73,7 +73,8 @@ BAD_REQUESTS = [
 
 def test_js_159_bad_requests_do_not_change_a_running_one(long_server) -> None:
     """All bad requests arrive while a good one is running."""
-    body = {**ENDLESS, "stream": True, "logprobs": 1, "temperature": 1, "seed": 159}
+    sampled = {"stream": True, "logprobs": 1, "temperature": 1, "seed": 159}
+    body = {**ENDLESS, **sampled, "max_tokens": 1000}
     alone = Streamed.parse(httpx.Headers(), long_server.post(COMPLETIONS, body).content)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(long_server.post, COMPLETIONS, body)
@@ -90,7 +91,7 @@ def test_js_159_bad_requests_do_not_change_a_running_one(long_server) -> None:
     assert disturbed.done
     assert disturbed.text() == alone.text()
     assert tokens_and_logprobs(disturbed) == tokens_and_logprobs(alone)
-    assert len(tokens_and_logprobs(alone)) == 2000
+    assert len(tokens_and_logprobs(alone)) == 1000
     long_server.refused(COMPLETIONS, {"prompt": [10**6]})
     long_server.until_idle()
 

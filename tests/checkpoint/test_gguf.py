@@ -1,9 +1,8 @@
-"""GGUF checkpoints: tensors, config, rope, and files that are rejected."""
+"""GGUF checkpoints: their tensors, and files that are rejected."""
 
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +10,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 
 from jaxserve.checkpoint.gguf import GGUFCheckpoint, served_name
-from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.errors import CheckpointError
 from jaxserve.models.registry import gguf_names, read_spec
-from jaxserve.ops.rope import FactorScaling
 from jaxserve.testing.tiny import random_tensors, tiny_config
 from jaxserve.testing.tiny_gguf import converted, gguf_name, metadata, permuted, write, write_gguf
 
@@ -82,132 +80,6 @@ def test_quantised_projections_are_permuted_in_whole_rows(tmp_path: Path) -> Non
     assert dtypes == {"float16", "bfloat16"}
 
 
-def small_checkpoint(
-    tmp_path: Path, changes: dict[str, Any], extra: dict | None = None
-) -> GGUFCheckpoint:
-    config = tiny_config(num_hidden_layers=1)
-    tensors = converted(config, random_tensors(config)) | (extra or {})
-    return open_gguf(write(tmp_path / "x.gguf", metadata(config, **changes), tensors))
-
-
-def test_reads_unusual_settings(tmp_path: Path) -> None:
-    changes = {
-        "llama.attention.key_length": 32,
-        "llama.attention.head_count_kv": None,
-        "llama.rope.freq_base": None,
-        "llama.rope.dimension_count": 8,
-        "llama.attention.sliding_window": 100,
-        "llama.vocab_size": 77,  # ignored: the number of rows of the embedding is used
-    }
-    config = small_checkpoint(tmp_path, changes).config
-    assert config["head_dim"] == 32
-    assert config["num_key_value_heads"] == config["num_attention_heads"] == 4
-    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
-    assert config["partial_rotary_factor"] == 0.25
-    assert config["sliding_window"] == 100
-    assert (config["architectures"], config["model_type"]) == (["MistralForCausalLM"], "mistral")
-    assert config["vocab_size"] == 512
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"type": "none"}, {"rope_type": "default"}),
-        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-        (
-            {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 16.0},
-            {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "beta_fast": 16.0,
-            },
-        ),
-        (
-            {"type": "yarn", "factor": 8.0, "attn_factor": 0.5},
-            {
-                "rope_type": "yarn",
-                "factor": 8.0,
-                "attention_factor": pytest.approx(0.5 * (1 + 0.1 * np.log(8))),
-            },
-        ),
-    ],
-)
-def test_reads_rope_scaling(tmp_path: Path, changes: dict, expected: dict) -> None:
-    fields = {f"llama.rope.scaling.{key}": value for key, value in changes.items()}
-    rope = small_checkpoint(tmp_path, fields).config["rope_parameters"]
-    assert rope == {"rope_theta": 10000.0, **expected}
-
-
-def test_recognises_the_rope_factors_of_llama3(tmp_path: Path) -> None:
-    # The values of the converter for Llama 3.1, with a head size of 16 and a base of 10000.
-    factors = []
-    for i in range(8):
-        wavelength = 2 * np.pi * 10000.0 ** (2 * i / 16)
-        if wavelength < 8192 / 4:
-            factors.append(1.0)
-        elif wavelength > 8192:
-            factors.append(8.0)
-        else:
-            smooth = (8192 / wavelength - 1) / (4 - 1)
-            factors.append(1 / ((1 - smooth) / 8 + smooth))
-    assert len(set(factors)) > 2
-    checkpoint = small_checkpoint(
-        tmp_path, {}, {"rope_freqs.weight": np.array(factors, np.float32)}
-    )
-    assert checkpoint.config["rope_parameters"] == {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    assert not any("rope" in name for name in checkpoint.tensor_names)
-
-
-def test_keeps_other_rope_factors(tmp_path: Path) -> None:
-    factors = np.linspace(1, 3, 8, dtype=np.float32)
-    checkpoint = small_checkpoint(tmp_path, {}, {"rope_freqs.weight": factors})
-    rope = checkpoint.config["rope_parameters"]
-    assert rope == {"rope_type": "factors", "rope_theta": 10000.0, "factors": factors.tolist()}
-    assert read_spec(checkpoint.config).ropes[0].scaling == FactorScaling(tuple(factors.tolist()))
-
-
-def test_generation_config_has_end_tokens_and_sampling_defaults(tmp_path: Path) -> None:
-    changes = {
-        "tokenizer.ggml.tokens": ["a", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "</s>"],
-        # A normal token is not an end token, even if it is named like one.
-        "tokenizer.ggml.token_type": [1, 3, 3, 1, 3],
-        "tokenizer.ggml.eos_token_id": 4,
-        "tokenizer.ggml.eot_token_id": 2,
-        "general.sampling.temp": 0.5,
-        "general.sampling.top_k": 20,
-    }
-    checkpoint = small_checkpoint(tmp_path, changes)
-    assert checkpoint.generation_config == {
-        "eos_token_id": [4, 2, 1],
-        "temperature": 0.5,
-        "top_k": 20,
-    }
-    assert checkpoint.config["eos_token_id"] == 4
-
-
-@pytest.mark.parametrize(
-    ("changes", "extra", "message"),
-    [
-        ({"general.architecture": "gpt2"}, {}, "'gpt2' is not supported; expected one of gemma2"),
-        ({"llama.expert_count": 8}, {}, "with experts"),
-        ({"llama.rope.scaling.type": "longrope"}, {}, "rope scaling 'longrope'"),
-    ],
-)
-def test_rejects_unsupported_models(
-    tmp_path: Path, changes: dict, extra: dict, message: str
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        small_checkpoint(tmp_path, changes, extra)
-
-
 @pytest.mark.parametrize(
     ("changes", "extra", "message"),
     [
@@ -217,9 +89,9 @@ def test_rejects_unsupported_models(
         ({}, {"something": np.ones(4, np.float32)}, "tensor something"),
     ],
 )
-def test_rejects_unusable_files(tmp_path: Path, changes: dict, extra: dict, message: str) -> None:
+def test_rejects_unusable_files(small_gguf, changes: dict, extra: dict, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        small_checkpoint(tmp_path, changes, extra)
+        small_gguf(changes, extra)
 
 
 def test_rejects_a_file_without_an_embedding(tmp_path: Path) -> None:

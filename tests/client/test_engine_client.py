@@ -3,73 +3,21 @@
 import asyncio
 import contextlib
 import os
-import re
 
-import psutil
 import pytest
 import uvloop
 
 from jaxserve.client.engine_client import EngineClient
-from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxserveError
-from jaxserve.ipc.messages import FinishReason, Progress, Submit
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.fake_model import FakeModel, expected_tokens
 from jaxserve.testing.waiting import until
 
-FAKE = "jaxserve.testing.fake_engine:build"
 ENDLESS = SamplingParams(max_tokens=1000, seed=0)
 SLOW = "fake:step_s=0.01"
 TIMEOUT_S = 30  # for waits that only a defect makes this long
-
-
-def engine_config(model="fake", *, num_engines=1, max_num_seqs=None):
-    return EngineConfig(
-        model=ModelConfig(model=model),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
-        parallel=ParallelConfig(data_parallel_size=num_engines),
-    )
-
-
-@pytest.fixture
-def engines():
-    """``engines()`` returns the running processes that this test started, oldest first."""
-    before = set(psutil.Process().children())
-
-    def engines():
-        children = [child for child in psutil.Process().children() if child not in before]
-        return sorted(children, key=lambda child: child.pid)
-
-    return engines
-
-
-@pytest.fixture
-async def start(engines):
-    """Starts clients of fake engines, and closes them after the test."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def start(model="fake", *, num_engines=1, max_num_seqs=None, **options):
-            config = engine_config(model, num_engines=num_engines, max_num_seqs=max_num_seqs)
-            client = await EngineClient.start(config, factory=FAKE, **options)
-            stack.push_async_callback(client.close)
-            return client
-
-        yield start
-    assert engines() == []
-
-
-@pytest.fixture
-def factory(tmp_path, monkeypatch):
-    """Returns the name of a new factory with the given body."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def factory(body):
-        lines = "\n".join(f"    {line}" for line in body.splitlines())
-        source = f"import os, time\ndef build(config, engine, on_progress):\n{lines}\n"
-        (tmp_path / "a_factory.py").write_text(source)
-        return "a_factory:build"
-
-    return factory
 
 
 def generate(client, prompt=(1, 2, 3), params=ENDLESS, request_id="a", **options):
@@ -268,85 +216,6 @@ async def test_a_failed_step_is_reported_with_its_cause(start, caplog):
     assert "Traceback" in caplog.text
 
 
-async def test_a_user_error_at_the_start_keeps_its_type(start, caplog):
-    with pytest.raises(ConfigError, match="fake:bogus=1"):
-        await start("fake:bogus=1", num_engines=2)
-    assert "Traceback" not in caplog.text
-
-
-@pytest.mark.parametrize("num_engines", [0, -1])
-async def test_a_client_without_engines_does_not_start(start, num_engines):
-    with pytest.raises(ConfigError, match=f"--data-parallel-size.*at least 1.*{num_engines}"):
-        await start(num_engines=num_engines)
-
-
-async def test_an_unlisted_error_arrives_as_its_base_class(factory):
-    body = "from jaxserve.errors import UnknownModelError\nraise UnknownModelError('m', ('a',))"
-    with pytest.raises(JaxserveError, match="Models served here: a") as caught:
-        await EngineClient.start(engine_config(), factory=factory(body))
-    assert type(caught.value) is JaxserveError
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("raise ValueError('no such luck')", "engine 0 failed: ValueError: no such luck"),
-        ("os._exit(7)", r"engine 0 \(pid \d+\) ended with exit code 7"),
-        ("os.kill(os.getpid(), 11)", r"engine 0 \(pid \d+\) was killed by SIGSEGV"),
-        ("if engine == 0: os._exit(9)\ntime.sleep(60)", "exit code 9"),
-    ],
-)
-async def test_an_engine_that_dies_while_it_starts_fails_the_start(factory, body, message, engines):
-    config = engine_config(num_engines=2 if "engine == 0" in body else 1)
-    with pytest.raises(EngineDeadError, match=message):
-        await EngineClient.start(config, factory=factory(body))
-    assert engines() == []
-
-
-async def test_rejects_more_engines_than_devices(start, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(ConfigError, match="need 2 GPUs, but CUDA_VISIBLE_DEVICES has 1"):
-        await start(num_engines=2)
-
-
-async def test_a_missing_factory_is_an_error():
-    with pytest.raises(EngineDeadError, match="ModuleNotFoundError: No module named 'nowhere'"):
-        await EngineClient.start(engine_config(), factory="nowhere:build")
-
-
-async def test_a_cancelled_start_leaves_no_process(factory, engines):
-    loading = asyncio.Event()
-    body = (
-        "from jaxserve.ipc.messages import Progress\n"
-        "on_progress(Progress(engine, 'load', 0, 1, 'GB'))\n"
-        "time.sleep(60)"
-    )
-    start = asyncio.create_task(
-        EngineClient.start(
-            engine_config(num_engines=2),
-            factory=factory(body),
-            on_progress=lambda _: loading.set(),
-        )
-    )
-    async with asyncio.timeout(TIMEOUT_S):
-        await loading.wait()
-    assert len(engines()) == 2
-    start.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await start
-    assert engines() == []
-
-
-async def test_progress_is_reported(start):
-    reports = []
-    client = await start(num_engines=2, on_progress=reports.append)
-    assert all(isinstance(report, Progress) for report in reports)
-    assert {report.engine for report in reports} == {0, 1}
-    assert {report.phase for report in reports} == {"load weights", "compile"}
-    assert client.ready == client.engines[0]
-    assert [ready.engine for ready in client.engines.values()] == [0, 1]
-
-
 async def test_health_fails_if_an_engine_with_requests_is_stuck(start, engines):
     client = await start(SLOW, stuck_after_s=0.5)
     (engine,) = engines()
@@ -458,7 +327,8 @@ async def test_observers_see_every_token(start):
 
 def test_the_client_works_on_uvloop():
     async def main():
-        client = await EngineClient.start(engine_config(), factory=FAKE)
+        config = EngineConfig(model=ModelConfig(model="fake"))
+        client = await EngineClient.start(config, factory="jaxserve.testing.fake_engine:build")
         try:
             return await collect(client, params=params) == expect(client, (1, 2, 3), params)
         finally:
@@ -466,22 +336,3 @@ def test_the_client_works_on_uvloop():
 
     params = SamplingParams(max_tokens=20, seed=1)
     assert uvloop.run(main())
-
-
-@pytest.mark.parametrize(
-    ("level", "shown"), [("DEBUG", ["debug", "info", "error"]), ("ERROR", ["error"])]
-)
-async def test_an_engine_logs_from_the_level_of_the_front(factory, capfd, caplog, level, shown):
-    body = """
-import logging
-from jaxserve.errors import ConfigError
-for level in ("debug", "info", "error"):
-    getattr(logging.getLogger("jaxserve.engine"), level)(f"<{level}>")
-    getattr(logging.getLogger("another.library"), level)(f"[{level}]")
-raise ConfigError("the end")"""
-    caplog.set_level(level, "jaxserve.client.engine_client")
-    with pytest.raises(ConfigError, match="the end"):
-        await EngineClient.start(engine_config(), factory=factory(body))
-    logged = capfd.readouterr().err
-    assert re.findall(r"<(\w+)>", logged) == shown
-    assert re.findall(r"\[(\w+)\]", logged) == ["error"]

@@ -1,4 +1,4 @@
-"""Cache groups: the blocks that a request holds, compared with those that its queries see."""
+"""Cache groups: the blocks that a request holds and that its queries see, and their scheduling."""
 
 import dataclasses
 import itertools
@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from jaxserve.core.cache_groups import CacheGroups
+from jaxserve.testing.scheduling import add, make_scheduler, update
 
 groups = st.builds(
     CacheGroups,
@@ -89,3 +90,64 @@ def test_a_windowed_cache_holds_requests_of_any_length():
     groups = CacheGroups((16,), 16, 17)
     assert groups.longest(2, 1600) == 32
     assert groups.longest(3, 1600) == 1600
+
+
+class TestCacheGroups:
+    """One group keeps all blocks, two have a window of 6 tokens. Blocks have 4 positions."""
+
+    WINDOWS = (None, 6, 6)
+
+    def held(self, scheduler):
+        """Returns the number of blocks that each running request holds in each group."""
+        return {
+            request.id: [sum(block_id != 0 for block_id in table) for table in request.block_tables]
+            for request in scheduler._running
+        }
+
+    def test_a_long_completion_holds_few_blocks_of_windowed_groups(self):
+        scheduler = make_scheduler(windows=self.WINDOWS, num_blocks=60, max_num_batched_tokens=8)
+        add(scheduler, "a", num_prompt_tokens=30)
+        for num_tokens in range(30, 100):
+            plan = scheduler.schedule(0.0)
+            while not plan.sampling:
+                update(scheduler, plan)
+                # The window and a step of 8 tokens see 13 positions.
+                assert max(self.held(scheduler)["a"][1:]) <= 4
+                plan = scheduler.schedule(0.0)
+            if num_tokens > 30:
+                whole, *windowed = self.held(scheduler)["a"]
+                assert whole == -(-num_tokens // 4)
+                assert max(windowed) <= 3, "6 positions touch at most 3 blocks"
+                assert scheduler.stats().kv_usage == pytest.approx((whole + sum(windowed)) / 59)
+            update(scheduler, plan)
+            if scheduler.has_work:
+                scheduler.check_integrity()
+        assert not scheduler.has_work
+
+    def test_a_prompt_keeps_its_blocks_of_windowed_groups_until_its_end(self):
+        """A completion takes every free block, and must not preempt the prompt before it."""
+        windows = (None, 6)
+        scheduler = make_scheduler(
+            windows=windows, num_blocks=18, max_num_seqs=2, max_num_batched_tokens=4,
+            policy="priority",
+        )  # fmt: skip
+        add(scheduler, "b", num_prompt_tokens=4, priority=1)
+        update(scheduler, scheduler.schedule(0.0))
+        add(scheduler, "a", num_prompt_tokens=40, priority=0)
+        starts = []
+        while not starts or starts[-1] < 40:
+            plan = scheduler.schedule(0.0)
+            starts += [part.start for part in plan.scheduled if part.request_id == "a"]
+            scheduler.check_integrity()
+            update(scheduler, plan)
+        assert starts == sorted(starts), "a started again"
+        assert starts.count(0) == 1
+
+    def test_a_single_windowed_group_serves_contexts_larger_than_the_pool(self):
+        scheduler = make_scheduler(windows=(6,), num_blocks=4 + 1, max_num_batched_tokens=8)
+        add(scheduler, "a", num_prompt_tokens=50)
+        outputs = []
+        while scheduler.has_work:
+            outputs += update(scheduler, scheduler.schedule(0.0))
+        assert len(outputs) == 50
+        assert scheduler.stats().total_preemptions == 0

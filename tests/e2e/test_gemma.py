@@ -19,7 +19,7 @@ def test_prompt_logprobs_equal_those_of_transformers(name, serve, tmp_path) -> N
     config, prompt = CONFIGS[name], GOLDEN["prompt"].tolist()
     folder = write_checkpoint(tmp_path / name, config, random_tensors(config))
     # Each of the seven groups of layers of Gemma 3 has blocks of its own.
-    with serve(folder, "--num-blocks", "128") as server, server.client() as client:
+    with serve(folder, "--num-blocks", "128", "--no-warmup") as server, server.client() as client:
         reply = client.completions.create(
             model=name,
             prompt=prompt,

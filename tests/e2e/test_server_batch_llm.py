@@ -17,7 +17,7 @@ def test_server_batch_program_and_llm_agree(
     serve, settings, flags, tiny_model: Path, tmp_path: Path
 ) -> None:
     sampling = {"temperature": 0.8, "top_p": 0.05, "seed": 3, "max_tokens": 40}
-    more = ["--logprobs-mode", "processed_logits", "--max-logprobs", "30"]
+    more = ["--logprobs-mode", "processed_logits", "--max-logprobs", "30", "--no-warmup"]
     body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 25, **sampling}
     with serve(tiny_model, *more) as server, server.client() as client:
         reply = client.chat.completions.create(model="tiny", **body)
@@ -26,7 +26,7 @@ def test_server_batch_program_and_llm_agree(
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line))
     files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
-    assert offline.main(["--model", str(tiny_model), *flags, *more, "--no-warmup", *files]) == 0
+    assert offline.main(["--model", str(tiny_model), *flags, *more, *files]) == 0
     result = json.loads((tmp_path / "out.jsonl").read_text())
     (batched,) = result["response"]["body"]["choices"]
 

@@ -8,7 +8,8 @@ def test_four_devices_serve_the_tokens_of_the_model(serve, tmp_path) -> None:
     config = tiny_config(num_attention_heads=8, num_key_value_heads=4)
     folder = write_checkpoint(tmp_path / "tiny", config)
     prompt = [5, 60, 300, 17] * 10
-    with serve(folder, "--tensor-parallel-size", "4") as server, server.client() as client:
+    flags = ("--tensor-parallel-size", "4", "--no-warmup")
+    with serve(folder, *flags) as server, server.client() as client:
         reply = client.completions.create(
             model="tiny",
             prompt=prompt,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,13 +15,7 @@ from jaxserve.ipc.messages import Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 
-
-@pytest.fixture(autouse=True)
-def compile_quickly() -> Iterator[None]:
-    """Turns optimizations off: interpreted kernels are large programs that run a few times."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 def make_config(model: Path, backend: str, **cache: Any) -> EngineConfig:

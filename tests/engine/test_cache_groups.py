@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,6 +18,8 @@ from jaxserve.models.registry import read_spec
 from jaxserve.models.spec import ModelSpec
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
+
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 WINDOW = 9
 NUM_OUTPUT = 36
@@ -38,14 +38,6 @@ CONFIGS = {
 GROUPS = {"gemma3": (WINDOW, WINDOW, WINDOW, None), "mistral": (WINDOW,)}
 NUM_BLOCKS = {"gemma3": 56, "mistral": 9}
 """Little more than one request of the full context needs."""
-
-
-@pytest.fixture(autouse=True)
-def compile_quickly() -> Iterator[None]:
-    """Turns optimizations off: every program runs a few times only."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def make_engine(

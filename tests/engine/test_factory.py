@@ -26,6 +26,8 @@ from jaxserve.sampling.declaration import Parameter, Stage
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 OPTIONS = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",

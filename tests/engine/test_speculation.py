@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -24,6 +23,8 @@ from jaxserve.ipc.messages import RequestOutput, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 CONFIGS = {
     "llama": tiny_config("LlamaForCausalLM"),
     # Layers of two kinds, of which one gives blocks back behind its window.
@@ -38,14 +39,6 @@ CONFIGS = {
     ),
 }
 NGRAM = SpeculationConfig(speculative="ngram", num_speculative_tokens=4)
-
-
-@pytest.fixture(autouse=True)
-def compile_quickly():
-    """Turns optimizations off: every program runs a few times only."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -33,6 +33,8 @@ from jaxserve.testing.one_step import logits_of
 from jaxserve.testing.tiny import scripted_tensors, tiny_config, write_checkpoint
 from jaxserve.testing.tolerance import of_model
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 
 CONFIGS: dict[str, dict[str, Any]] = {

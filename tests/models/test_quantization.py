@@ -36,6 +36,7 @@ FAMILIES = sorted(set(MODELS) - {"Gemma3ForConditionalGeneration"})
 CASES = [*((name, "scan") for name in FAMILIES), ("LlamaForCausalLM", "unroll")]
 
 
+@pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize(("architecture", "loop"), CASES)
 def test_logits_are_those_of_the_rounded_weights(architecture, loop, paged_model, in_memory, rng):
     """In a step of 80 tokens, which multiplies floats, and in steps of 8, with two integers."""

@@ -9,12 +9,12 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.text_engine import TextEngine
-from jaxserve.openai import chat, completions, responses
+from jaxserve.openai import responses
 from jaxserve.openai.decoding import decode
-from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output import checks as grammar_checks
+from jaxserve.testing.openai_calls import ask, complete
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -29,17 +29,6 @@ def make_text_engine(
     text: str = "hello", *, template: str = TEMPLATE, **options: Any
 ) -> TextEngine:
     return scripted_text_engine(text, chat_template=template, **options)
-
-
-async def complete(text_engine: TextEngine, body: dict[str, Any]):
-    request = decode(json.dumps({"prompt": "hello"} | body).encode(), CompletionRequest)
-    return await completions.complete(await completions.prepare(text_engine, request))
-
-
-async def ask(text_engine: TextEngine, body: dict[str, Any]):
-    messages = [{"role": "user", "content": "hello"}]
-    request = decode(json.dumps({"messages": messages} | body).encode(), ChatRequest)
-    return await chat.complete(await chat.prepare(text_engine, request))
 
 
 def grammar_of(text_engine: TextEngine) -> Grammar | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,11 +11,8 @@ from pallas_kernels.testing import problems
 
 
 @pytest.fixture(autouse=True)
-def compile_quickly() -> Iterator[None]:
-    """Turns optimizations off: interpreted kernels are large, run once, and compile slowly."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def _compile_kernels_quickly(compile_quickly: None) -> None:
+    """Interpreted kernels are large programs that run once."""
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from jaxserve.core.speculation import Speculation
 from jaxserve.ipc.messages import FinishReason
 from jaxserve.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 VOCAB, LENGTH, K = 300, 96, 3
 ROWS = 12
 SPECULATION = Speculation(K, step_costs=((ROWS, 1.0),))

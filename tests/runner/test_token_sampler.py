@@ -229,6 +229,7 @@ def test_greedy_requests_without_logprobs_run_no_program():
     ]
 
 
+@pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
 def test_only_rare_parameters_are_compiled_after_warm_up(mode, caplog):
     log = CompilationLog()

@@ -15,6 +15,7 @@ def compare():
     return importlib.import_module("compare_formats")
 
 
+@pytest.mark.usefixtures("compile_quickly")
 def test_prints_accuracy_and_times(compare, tmp_path, capsys):
     write_checkpoint(tmp_path / "tiny")
     text = tmp_path / "text.md"

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 
-import jax
 import pytest
 
 from pallas_kernels import tuning
 
-
-@pytest.fixture(autouse=True)
-def compile_quickly() -> Iterator[None]:
-    """Turns off optimisations: interpreted kernels are large programs that run only a few times."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @pytest.fixture

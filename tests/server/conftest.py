@@ -1,5 +1,6 @@
 """An application in front of a scripted engine, and clients that call it without sockets."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -28,3 +29,23 @@ def make_client(text_engine) -> Callable[..., httpx.AsyncClient]:
         return httpx.AsyncClient(transport=transport, base_url="http://test")
 
     return make
+
+
+@pytest.fixture(scope="session")
+def check_error() -> Callable[..., str]:
+    """``check_error(response, status, param=, code=)`` checks an error, and returns its message."""
+
+    def check_error(
+        response: httpx.Response, status: int, *, param: str | None = None, code: Any = None
+    ) -> str:
+        assert response.status_code == status, response.text
+        assert response.headers["content-type"] == "application/json"
+        (error,) = response.json().values()
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["param"] == param
+        assert error["code"] == (code or status)
+        assert "Traceback" not in error["message"]
+        assert not re.search("0x[0-9a-f]{6}", error["message"])
+        return error["message"]
+
+    return check_error

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxserve.checkpoint.locate import open_tokenizer
 from jaxserve.config import ModelConfig
-from jaxserve.testing.one_step import OneStepModel
+from jaxserve.testing.one_step import logits_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "security.md"]
@@ -60,11 +60,11 @@ def measure(
     cache_dtypes: Sequence[str] = CACHE_DTYPES,
 ) -> dict[str, Drift]:
     """Returns the drift of each dtype of the cache, and of "plain": the cache in ``dtype``."""
-    loaded = OneStepModel(Path(model), dtype=dtype)
-    plain = loaded.logits(tokens)
+    plain = logits_of(Path(model), tokens, dtype=dtype)
     found = {"plain": drift(plain, plain, tokens)}
     for cache_dtype in cache_dtypes:
-        found[cache_dtype] = drift(loaded.logits(tokens, cache_dtype=cache_dtype), plain, tokens)
+        logits = logits_of(Path(model), tokens, dtype=dtype, cache_dtype=cache_dtype)
+        found[cache_dtype] = drift(logits, plain, tokens)
     return found
 
 

@@ -72,7 +72,7 @@ BAD_REQUESTS = [
 
 
 def test_js_159_bad_requests_do_not_change_a_running_one(long_server) -> None:
-    """All bad requests arrive while a good one is running."""
+    """Bad requests arrive while a good one is running."""
     sampled = {"stream": True, "logprobs": 1, "temperature": 1, "seed": 159}
     body = {**ENDLESS, **sampled, "max_tokens": 1000}
     alone = Streamed.parse(httpx.Headers(), long_server.post(COMPLETIONS, body).content)

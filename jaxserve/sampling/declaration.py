@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import reprlib
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -152,7 +151,7 @@ class Stage:
         ):
             raise ConfigError(
                 f"parameters of the stage {self.name} must be a tuple of Parameter objects, got "
-                f"{reprlib.repr(self.parameters)}"
+                f"{self.parameters!r}"
             )
         for name, count in Counter(parameter.name for parameter in self.parameters).items():
             if count > 1:

@@ -182,7 +182,7 @@ def test_numbers_have_arrays_by_default_and_other_values_by_function():
         ({"num_tokens": True}, "an integer of at least 0, .* got True"),
         ({"name": ""}, "a stage must have a string as name, not empty, got ''"),
         ({"name": 3}, "a stage must have a string as name, not empty, got 3"),
-        ({"parameters": NUMBER}, r"of the stage s must be a tuple of .*, got Parameter\('number"),
+        ({"parameters": NUMBER}, r"of the stage s must be a tuple of .*, got Parameter\(name="),
         ({"parameters": [NUMBER]}, r"must be a tuple of Parameter objects, got \[Parameter"),
         ({"parameters": ("number",)}, r"must be a tuple of Parameter objects, got \('number',\)"),
         (

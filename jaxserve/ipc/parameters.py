@@ -40,10 +40,11 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
       default: the value of requests that do not set the parameter.
       low, high: the range of a "float" or "int", both included.
       choices: the allowed strings of a "str"; empty for any string of up to `MAX_CHARS` characters.
-      most: None for one value. Otherwise the value is a list with at most this many values.
+      most: None for one value. Otherwise the value is a list with at most this many values, at
+        least 1.
 
     Raises:
-      ConfigError: the declaration contradicts itself.
+      ConfigError: a field has the wrong type, or the declaration contradicts itself.
     """
 
     name: str
@@ -60,14 +61,38 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
             raise ConfigError(
                 f"the kind of parameter {self.name!r} must be one of {expected}, got {self.kind!r}"
             )
-        if not self.name.isidentifier():
+        if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ConfigError(f"a parameter must have an identifier as name, got {self.name!r}")
+        self._check_limits()
         try:
             default = self.checked(self.default, INT32[1], field="its default")
         except InvalidRequestError as error:
             raise ConfigError(f"parameter {self.name}: {error}") from error
         # In the same form as the values of requests: the default 0 of a "float" becomes 0.0.
         msgspec.structs.force_setattr(self, "default", default)
+
+    def _check_limits(self) -> None:
+        """Raises ConfigError unless the fields that limit the value fit each other."""
+        are_numbers = all(_is_number(limit) for limit in (self.low, self.high))
+        # Comparisons with NaN are false.
+        if not are_numbers or not self.low <= self.high:
+            raise ConfigError(
+                f"low and high of parameter {self.name} must be numbers, and low at most high, got "
+                f"{self.low!r} and {self.high!r}"
+            )
+        are_strings = isinstance(self.choices, tuple) and all(
+            isinstance(choice, str) for choice in self.choices
+        )
+        if not are_strings or (self.choices and self.kind != "str"):
+            raise ConfigError(
+                f"choices of parameter {self.name} must be a tuple of strings, and only a "
+                f'parameter of kind "str" may have any, got {self.choices!r} for {self.kind!r}'
+            )
+        if self.most is not None and not (_is_integer(self.most) and self.most >= 1):
+            raise ConfigError(
+                f"most of parameter {self.name} must be None or an integer of at least 1, got "
+                f"{self.most!r}"
+            )
 
     def checked(self, value: Any, vocab_size: int, *, field: str) -> Any:
         """Returns a valid value; integers for a "float" become floats.
@@ -97,14 +122,13 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
                 is_short = isinstance(value, str) and len(value) <= MAX_CHARS
                 return is_short and (not self.choices or value in self.choices)
             case "float":
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
                 # Comparisons with NaN are false.
-                is_finite = is_number and -FLOAT32_MAX <= value <= FLOAT32_MAX
+                is_finite = _is_number(value) and -FLOAT32_MAX <= value <= FLOAT32_MAX
                 return is_finite and self.low <= value <= self.high
             case _:
                 low, high = (0, vocab_size - 1) if self.kind == "token" else INT32
-                is_whole = isinstance(value, int) and not isinstance(value, bool)
-                return is_whole and low <= value <= high and self.low <= value <= self.high
+                is_in_range = _is_integer(value) and low <= value <= high
+                return is_in_range and self.low <= value <= self.high
 
     def _expected(self, vocab_size: int) -> str:
         """Describes the valid values."""
@@ -127,6 +151,14 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
         return text
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def checked_arguments(
     given: Mapping[str, Any] | None,
     parameters: Sequence[Parameter],
@@ -134,10 +166,13 @@ def checked_arguments(
     *,
     field: str,
 ) -> dict[str, Any] | None:
-    """Returns the values that a request gives to parameters of stages; None if it gives none.
+    """Returns the values that differ from the defaults of the parameters; None if none does.
+
+    None and the default both mean the same as no value, so a request that sets them costs no more
+    than one without them, and may have drafts.
 
     Args:
-      given: name of the parameter -> value.
+      given: name of the parameter -> value. None stands for no value, under any name.
       parameters: the parameters of the engine.
       vocab_size: the width of the logits.
       field: the field that holds ``given``, for messages.
@@ -150,6 +185,8 @@ def checked_arguments(
     known = {parameter.name: parameter for parameter in parameters}
     checked = {}
     for name, value in given.items():
+        if value is None:
+            continue
         path = f"{field}.{name[:100]}"
         if name not in known:
             expected = f"one of {', '.join(known)}" if known else "none"
@@ -157,5 +194,7 @@ def checked_arguments(
                 f"{path}: no stage of this server has such a parameter; expected {expected}",
                 param=path,
             )
-        checked[name] = known[name].checked(value, vocab_size, field=path)
-    return checked
+        valid = known[name].checked(value, vocab_size, field=path)
+        if valid != known[name].default:
+            checked[name] = valid
+    return checked or None

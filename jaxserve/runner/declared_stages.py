@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,13 @@ import numpy as np
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan
 from jaxserve.runner.jit import CompilationLog, Packed, Program, pack
-from jaxserve.sampling.declaration import ALL_TOKENS, Stage, StageRows, apply_stage
+from jaxserve.sampling.declaration import (
+    ALL_TOKENS,
+    Stage,
+    StageRows,
+    apply_stage,
+    check_function,
+)
 from jaxserve.sampling.inputs import LastTokens, SamplingInputs
 from jaxserve.sampling.sampler import prepare_filters
 from jaxserve.sampling.stages import Logits
@@ -62,7 +69,20 @@ class DeclaredStages:
         def prepare_step(logits: Logits, packed: Packed) -> Logits:
             return prepare_filters(logits, packed.unpack())
 
-        self._prepare = Program("temperature and min_p", prepare_step, log)
+        self._prepare = Program("temperature and min_p before filters", prepare_step, log)
+
+    def check(self, sizes: Sequence[int], vocab_size: int) -> None:
+        """Traces each stage for every shape of its programs, so that no step is the first to do it.
+
+        Args:
+          sizes: the sampler's numbers of rows.
+          vocab_size: V.
+
+        Raises:
+          ConfigError: a stage fails, or does not return logits.
+        """
+        for stage, widths in zip(self._stages, self._widths, strict=True):
+            check_function(stage, vocab_size, itertools.product(sizes, widths))
 
     def admit(self, part: ScheduledRequest) -> None:
         """Stores what the stages need of a new request in its row."""
@@ -116,7 +136,8 @@ class DeclaredStages:
         Returns:
           (logits f32[R, V], the inputs of `sample` for the rest).
         """
-        logits = self._prepared(logits, inputs)
+        users = " and ".join(self._stages[k].name for k, _ in work.filters)
+        logits = self._prepared(logits, inputs, users)
         for k, rows in work.filters:
             logits = self._apply(k, logits, last_tokens, rows)
         # Dividing by 1 is exact.
@@ -148,7 +169,7 @@ class DeclaredStages:
                     )
             if any(self._stages[k].is_filter for k in warm):
                 yield (
-                    f"temperature and min_p of {size} rows",
+                    f"temperature and min_p before filters of {size} rows",
                     functools.partial(self._warm_up_filters, size, no_logits, no_inputs),
                 )
 
@@ -169,11 +190,12 @@ class DeclaredStages:
         no_logits: Callable[[int], Logits],
         no_inputs: Callable[[int], SamplingInputs],
     ) -> Logits:
-        return self._prepared(no_logits(size), no_inputs(size))
+        return self._prepared(no_logits(size), no_inputs(size), "filters")
 
-    def _prepared(self, logits: Logits, inputs: SamplingInputs) -> Logits:
+    def _prepared(self, logits: Logits, inputs: SamplingInputs, users: str) -> Logits:
+        """Applies temperature and min_p. ``users`` names the filters that need it, for the log."""
         packed = pack(inputs.without_tokens())
-        return self._prepare(logits, packed, shapes=f"{len(logits)} rows")
+        return self._prepare(logits, packed, shapes=f"{len(logits)} rows, for {users}")
 
     def _apply(self, k: int, logits: Logits, last_tokens: LastTokens, rows: StageRows) -> Logits:
         shapes = _shapes(len(logits), rows.tokens.shape[1])

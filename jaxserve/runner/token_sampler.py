@@ -51,6 +51,9 @@ class TokenSampler:
       stages: the declared stages; None: there are none.
       sharding: the devices of logits and last tokens; None: the default device of jax.
 
+    Raises:
+      ConfigError: a declared stage fails on a number of rows; see `DeclaredStages.check`.
+
     Attributes:
       num_rows, vocab_size: as above.
       sizes: the numbers of rows that the programs are compiled for, ascending.
@@ -77,6 +80,7 @@ class TokenSampler:
         self.scores_processed = logprobs_mode.startswith("processed")
         self.batch = SamplingBatchBuilder(num_rows=num_rows, vocab_size=vocab_size)
         self.stages = stages or DeclaredStages((), max_model_len=1, log=log)
+        self.stages.check(self.sizes, vocab_size)
 
         @jax.jit
         def take_step(

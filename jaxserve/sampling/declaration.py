@@ -7,8 +7,10 @@ the programs of `jaxserve.sampling.sampler`. It reaches an engine through `sampl
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,7 +27,16 @@ from jaxserve.sampling.inputs import LastTokens
 from jaxserve.sampling.stages import Logits
 from jaxserve.sampling_params import SamplingParams
 
-__all__ = ["ALL_TOKENS", "NO_TOKEN", "Parameter", "Stage", "StageRows", "Values", "apply_stage"]
+__all__ = [
+    "ALL_TOKENS",
+    "NO_TOKEN",
+    "Parameter",
+    "Stage",
+    "StageRows",
+    "Values",
+    "apply_stage",
+    "check_function",
+]
 
 ALL_TOKENS = -1
 """The value of `Stage.num_tokens` that asks for all tokens of a request."""
@@ -96,26 +107,31 @@ class Stage:
     """A stage of the sampler: a logits processor or a sampling filter.
 
     Attributes:
-      name: unique among the stages of an engine.
+      name: unique among the stages of an engine, not empty.
       apply: ``(logits f32[R, V], rows) -> logits f32[R, V]``, a pure function that is compiled. The
         result of a row must not depend on other rows. The function may remove tokens, with -inf,
         but a token that is already removed stays removed. A row keeps its logits if it does not use
-        the stage, or if the stage leaves it no token or a NaN.
+        the stage, or if the stage leaves it no token or a NaN. `check_function` calls it for all
+        shapes at start-up. An exception after that, such as one in a host callback of the function,
+        ends the engine.
       parameters: the parameters of requests, whose names no other stage has.
       is_filter: False for a logits processor, which also applies to greedy requests. It runs after
         masks, bad words and biases, and before penalties. True for a sampling filter, which applies
         to random requests only. It runs after temperature and min_p, and before top_k and top_p.
       is_on: tells whether a request with these values uses the stage. None: a request does if one
-        of its values differs from the default, or if the stage has no parameters.
+        of its values differs from the default, or if the stage has no parameters. It runs on the
+        host: at start-up on the default values; for each request when the request arrives and each
+        time it starts to run, so its result must depend on the values only. A request is refused if
+        an exception is raised when it arrives; an exception after that ends the engine.
       arrays: returns the entries of one request in the arrays on the device, by name: numbers or
         numpy arrays. Names, shapes and dtypes must be the same for all values. Floats become f32,
         everything else becomes i32. None: one entry for each parameter that is a single number,
-        boolean or token ID.
+        boolean or token ID. It runs when `is_on` does, with the same consequences.
       num_tokens: how many of the last tokens the function sees, or `ALL_TOKENS`.
       warm_up: compile the stage at start-up. If False, its first request waits for the compilation.
 
     Raises:
-      ConfigError: ``num_tokens`` is out of range.
+      ConfigError: ``name``, ``parameters`` or ``num_tokens`` is invalid.
     """
 
     name: str
@@ -128,10 +144,25 @@ class Stage:
     warm_up: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_tokens < ALL_TOKENS:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"a stage must have a string as name, not empty, got {self.name!r}")
+        if not isinstance(self.parameters, tuple) or not all(
+            isinstance(parameter, Parameter) for parameter in self.parameters
+        ):
             raise ConfigError(
-                f"num_tokens of the stage {self.name} must be at least 0, or {ALL_TOKENS} for all "
-                f"tokens, got {self.num_tokens}"
+                f"parameters of the stage {self.name} must be a tuple of Parameter objects, got "
+                f"{self.parameters!r}"
+            )
+        for name, count in Counter(parameter.name for parameter in self.parameters).items():
+            if count > 1:
+                raise ConfigError(
+                    f"the stage {self.name} declares the parameter {name!r} {count} times"
+                )
+        is_whole = isinstance(self.num_tokens, int) and not isinstance(self.num_tokens, bool)
+        if not is_whole or self.num_tokens < ALL_TOKENS:
+            raise ConfigError(
+                f"num_tokens of the stage {self.name} must be an integer of at least 0, or "
+                f"{ALL_TOKENS} for all tokens, got {self.num_tokens!r}"
             )
 
     def values(self, params: SamplingParams) -> Values:
@@ -161,8 +192,9 @@ class Stage:
             for name, value in entries.items()
         }
 
-    def default_entries(self) -> dict[str, np.ndarray]:
-        """Returns the entries of rows that do not use the stage."""
+    @functools.cached_property
+    def default_entries(self) -> Mapping[str, np.ndarray]:
+        """The entries of rows that do not use the stage."""
         return self.entries({p.name: p.default for p in self.parameters})
 
     def empty_rows(self, num_rows: int, num_tokens: int) -> StageRows:
@@ -170,7 +202,7 @@ class Stage:
 
         ``num_tokens`` is the number of columns of `StageRows.tokens`.
         """
-        entries = self.default_entries()
+        entries = self.default_entries
         fields: dict[str, Any] = {
             "arrays": {
                 name: np.repeat(entry[None], num_rows, 0) for name, entry in entries.items()
@@ -194,10 +226,50 @@ def apply_stage(stage: Stage, logits: Logits, last_tokens: LastTokens, rows: Sta
       logits: f32[R, V], finite or -inf.
       last_tokens: i32[S], the last token of each engine row.
       rows: the parameters and tokens of each row.
+
+    Raises:
+      ConfigError: the function does not return logits of the same shape and dtype.
     """
     changed = stage.apply(logits, rows.with_pending(last_tokens))
+    expected, got = _form(logits), _form(changed)
+    if got != expected:
+        raise ConfigError(f"the stage {stage.name} must return logits {expected}, got {got}")
     changed = jnp.where(logits == -jnp.inf, -jnp.inf, jnp.minimum(changed, LARGEST_LOGIT))
     # False for NaN, which `max` propagates.
     is_usable = changed.max(-1) > -jnp.inf
     is_changed = (rows.is_on > 0) & is_usable
     return jnp.where(is_changed[:, None], changed, logits)
+
+
+def check_function(stage: Stage, vocab_size: int, shapes: Iterable[tuple[int, int]]) -> None:
+    """Traces the function of a stage, without compiling it, for some shapes.
+
+    Args:
+      stage: the stage.
+      vocab_size: V.
+      shapes: the numbers of rows R of the logits, and of tokens N in `StageRows.tokens`.
+
+    Raises:
+      ConfigError: the function fails, or does not return logits f32[R, V].
+    """
+    last_tokens = jax.ShapeDtypeStruct((1,), np.int32)
+    for num_rows, num_tokens in shapes:
+        logits = jax.ShapeDtypeStruct((num_rows, vocab_size), np.float32)
+        rows = stage.empty_rows(num_rows, num_tokens)
+        try:
+            jax.eval_shape(functools.partial(apply_stage, stage), logits, last_tokens, rows)
+        except ConfigError:
+            raise
+        except Exception as error:
+            tokens = f" with {num_tokens} tokens per row" if num_tokens else ""
+            raise ConfigError(
+                f"the stage {stage.name} failed on logits {_form(logits)}{tokens}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _form(value: Any) -> str:
+    """Returns dtype and shape of an array, or the type of anything else."""
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        return type(value).__name__
+    return f"{value.dtype}{list(value.shape)}"

@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
-import jax
-import numpy as np
-
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.sampling.declaration import ALL_TOKENS, Stage
+from jaxserve.sampling.declaration import ALL_TOKENS, Stage, check_function
 from jaxserve.sampling_params import SamplingParams
 
 STAGES: tuple[str, ...] = ("jaxserve.sampling.top_n_sigma:stage",)
@@ -32,8 +29,9 @@ def load_stages(named: Sequence[Any], vocab_size: int) -> tuple[Stage, ...]:
       vocab_size: V.
 
     Raises:
-      ConfigError: a stage cannot be imported, an object is no stage, the function of a stage does
-        not return logits, or two stages have a name or a parameter in common.
+      ConfigError: a stage cannot be imported, an object is no stage, the code of a stage fails on
+        the default parameters, its function does not return logits, or two stages have a name or a
+        parameter in common.
     """
     stages = tuple(_load(each) if isinstance(each, str) else each for each in (*STAGES, *named))
     for stage in stages:
@@ -44,7 +42,11 @@ def load_stages(named: Sequence[Any], vocab_size: int) -> tuple[Stage, ...]:
             )
     _check_names(stages)
     for stage in stages:
-        _check_function(stage, vocab_size)
+        _check_defaults(stage, vocab_size)
+        num_tokens = 1 if stage.num_tokens == ALL_TOKENS else stage.num_tokens
+        # The runner checks the shapes of its programs later. This finds most errors before the
+        # weights are loaded.
+        check_function(stage, vocab_size, [(2, num_tokens)])
     return stages
 
 
@@ -58,7 +60,7 @@ def check_params(stages: Sequence[Stage], params: SamplingParams) -> None:
         try:
             if stage.is_used_by(params):
                 forms = _forms(stage.entries(stage.values(params)))
-                expected = _forms(stage.default_entries())
+                expected = _forms(stage.default_entries)
                 if forms != expected:
                     raise ValueError(f"arrays must be {expected}, got {forms}")
         except Exception as error:
@@ -115,22 +117,23 @@ def _check_names(stages: Sequence[Stage]) -> None:
             owners[name] = stage.name
 
 
-def _check_function(stage: Stage, vocab_size: int) -> None:
-    """Raises ConfigError unless the function of a stage maps logits to logits."""
-    num_rows = 2
-    logits = jax.ShapeDtypeStruct((num_rows, vocab_size), np.float32)
+def _check_defaults(stage: Stage, vocab_size: int) -> None:
+    """Raises ConfigError unless a request can leave out all parameters of a stage."""
+    for parameter in stage.parameters:
+        try:
+            parameter.checked(parameter.default, vocab_size, field="its default")
+        except InvalidRequestError as error:
+            where = f"parameter {parameter.name} of the stage {stage.name}"
+            raise ConfigError(f"{where}: {error}") from error
     try:
-        num_tokens = 1 if stage.num_tokens == ALL_TOKENS else stage.num_tokens
-        rows = stage.empty_rows(num_rows, num_tokens)
-        found = jax.eval_shape(stage.apply, logits, rows)
-        form = f"{found.dtype}{list(found.shape)}"
+        stage.is_used_by(SamplingParams(temperature=1.0))
+        stage.entries({p.name: p.default for p in stage.parameters})
     except Exception as error:
-        kind = type(error).__name__
-        raise ConfigError(f"the stage {stage.name} failed on logits: {kind}: {error}") from error
-    expected = f"float32[{num_rows}, {vocab_size}]"
-    if form != expected:
-        raise ConfigError(f"the stage {stage.name} must return logits {expected}, got {form}")
+        raise ConfigError(
+            f"the stage {stage.name} failed on the default parameters: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
-def _forms(entries: dict[str, Any]) -> dict[str, str]:
+def _forms(entries: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{entry.dtype}{list(entry.shape)}" for name, entry in sorted(entries.items())}

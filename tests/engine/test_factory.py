@@ -261,6 +261,20 @@ def test_a_stage_of_every_request_leaves_no_drafts(config):
     assert [each.name for each in built.ready.parameters][-1:] == ["used"]
 
 
+def test_a_stage_that_fails_on_some_numbers_of_rows_is_refused_without_a_warm_up(config):
+    def apply(logits, rows):
+        if len(logits) > 2:
+            raise RuntimeError("many rows")
+        return logits
+
+    late = Stage(name="late", apply=apply, warm_up=False)
+    cold = CompileConfig(warmup=False, compilation_cache_dir="")
+    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32)
+    four_rows = dataclasses.replace(config, compile=cold, scheduler=scheduler)
+    with pytest.raises(ConfigError, match="stage late failed on logits .*RuntimeError: many rows"):
+        build(four_rows, 0, print, logits_processors=[late])
+
+
 def test_rejects_a_max_model_len_that_is_too_long(config):
     too_long = dataclasses.replace(config.model, max_model_len=100_000)
     with pytest.raises(ConfigError, match="--max-model-len 100000"):

@@ -35,13 +35,22 @@ def check(**given: Any) -> dict[str, Any] | None:
         ("name", "b"),
         ("text", "x" * MAX_CHARS),
         ("token", V - 1),
-        ("tokens", []),
         ("tokens", [0, 5, V - 1]),
         ("weights", [0.5, -1e38]),
     ],
 )
 def test_returns_valid_values(name: str, value: Any) -> None:
     assert check(**{name: value}) == {name: value}
+
+
+@pytest.mark.parametrize("parameter", ALL, ids=lambda parameter: parameter.name)
+def test_a_default_and_null_are_the_same_as_no_value(parameter: Parameter) -> None:
+    assert check(**{parameter.name: parameter.default}) is None
+    assert check(**{parameter.name: None}) is None
+    given = {"token": 5, "count": 7, parameter.name: parameter.default}
+    left = {name: value for name, value in given.items() if name != parameter.name}
+    assert check(**given) == left
+    assert check(number=0, weights=[1], unknown=None) is None  # integers for a "float"
 
 
 def test_integers_become_floats_for_a_float() -> None:
@@ -69,7 +78,7 @@ def test_no_values_are_none(given: Any) -> None:
         ("number", True, "must be a number .*, got True"),
         ("number", math.nan, "got nan"),
         ("number", [1.0], r"got \[1\.0\]"),
-        ("number", None, "got None"),
+        ("weights", [None], r"got \[None\]"),
         ("count", 1.0, "must be an integer between -5 and 2147483647, got 1.0"),
         ("count", 2**31, "between -5 and 2147483647, got 2147483648"),
         ("count", 10**4000, "got 1000"),
@@ -104,6 +113,18 @@ def test_refuses_unknown_names_and_lists_the_known_ones() -> None:
     ("fields", "message"),
     [
         (("a-b", "float", 0.0), "an identifier as name, got 'a-b'"),
+        ((5, "float", 0.0), "an identifier as name, got 5"),
+        (("", "float", 0.0), "an identifier as name, got ''"),
+        (("a", "float", 0.0, "x"), "low and high of parameter a must be numbers, .* got 'x' and"),
+        (("a", "float", [], 2.0, 1.0, (), 3), r"low at most high, got 2\.0 and 1\.0"),
+        (("a", "float", 0.0, math.nan), "low at most high, got nan and inf"),
+        (("a", "float", 0.0, 0.0, True), "must be numbers, .* got 0.0 and True"),
+        (("a", "int", 1, 0, 3, (1, 2)), r"choices of parameter a .* got \(1, 2\) for 'int'"),
+        (("a", "int", 1, 0, 3, ("b",)), r"only a parameter of kind \"str\" may .* for 'int'"),
+        (("a", "str", "b", 0, 3, ("b", 2)), r"must be a tuple of strings, .* got \('b', 2\)"),
+        (("a", "str", "b", 0, 3, "bc"), "must be a tuple of strings, .* got 'bc'"),
+        (("a", "int", [], 0, 3, (), -1), "most of parameter a must be None or an .* got -1"),
+        (("a", "int", [], 0, 3, (), "3"), "most of parameter a must be None or an .* got '3'"),
         (("a", "double", 0.0), "must be one of float, int, bool, str, token, got 'double'"),
         (("a", "float", None), "parameter a: its default must be a number, got None"),
         (("a", "float", 3.0, 0.0, 1.0), "its default must be a number between 0.0 and 1.0"),

@@ -47,7 +47,10 @@ async def test_every_endpoint_sends_the_values_to_the_engine(text_engine, endpoi
     assert isinstance(found["factor"], float)
 
 
-@pytest.mark.parametrize("arguments", [None, {}])
+@pytest.mark.parametrize(
+    "arguments",
+    [None, {}, {"factor": None, "ids": None}, {"factor": 1}, {"factor": 1.0, "ids": []}],
+)
 async def test_no_values_are_none(text_engine, arguments: Any) -> None:
     assert await send(text_engine, "completions", arguments) is None
 

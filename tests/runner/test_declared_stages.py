@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from jaxserve.core.plan import ScheduledRequest, StepPlan
+from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.runner.declared_stages import DeclaredStages
 from jaxserve.runner.jit import CompilationLog
 from jaxserve.runner.pending import PendingStep
 from jaxserve.runner.sampler_warm_ups import SamplerWarmUps
 from jaxserve.runner.token_sampler import TokenSampler
-from jaxserve.sampling.declaration import Stage
+from jaxserve.sampling.declaration import ALL_TOKENS, Stage
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.example_stages import STAGES
 from jaxserve.testing.tolerance import rounding
@@ -262,3 +263,38 @@ def test_programs_are_compiled_at_warm_up(caplog):
     run(sampler, make_logits(4), [rare, *(part(9, [1]) for _ in range(3))])
     (record,) = caplog.records
     assert "stage top_n_sigma: 4 rows" in record.getMessage()
+
+
+@pytest.mark.usefixtures("compile_quickly")
+def test_warnings_about_compilations_name_the_stages_that_need_them(caplog):
+    sampler = make_sampler(CompilationLog(), mode="raw_logprobs")
+    extra = {"top_n_sigma": 1.0, "drop": 0.5}
+    run(sampler, make_logits(1), [part(0, [1], temperature=1.0, logprobs=None, extra_args=extra)])
+    compiled = [record.getMessage().partition("): ")[2] for record in caplog.records]
+    assert compiled == [
+        "gathering rows of logits: 4 of 1 rows",
+        "temperature and min_p before filters: 4 rows, for top_n_sigma and drop",
+        "stage top_n_sigma: 4 rows",
+        "stage drop: 4 rows",
+        "sampling tokens: 4 rows, no filters",
+    ]
+
+
+def test_a_stage_is_refused_that_fails_on_one_of_the_shapes_of_its_programs():
+    """The sampler has 4 or 16 rows, and the stage 256, 1024 or 2000 tokens."""
+    log = CompilationLog()
+    seen = []
+
+    def apply(logits, rows):
+        seen.append((len(logits), rows.tokens.shape[1]))
+        return logits[:4, : V - rows.tokens.shape[1] // 2000]
+
+    stage = Stage(name="late", apply=apply, num_tokens=ALL_TOKENS)
+    got = rf"float32\[4, {V - 1}\]"
+    with pytest.raises(ConfigError, match=rf"stage late must return logits .*, got {got}"):
+        make_sampler(log, [stage])
+    assert seen == [(4, 256), (4, 1024), (4, 2000)]
+    few = Stage(name="few", apply=lambda logits, rows: logits[:4])
+    with pytest.raises(ConfigError, match=rf"stage few must .* float32\[{S}, {V}\], got"):
+        make_sampler(log, [few])
+    assert log.programs == []

@@ -16,6 +16,7 @@ from jaxserve.sampling.declaration import (
     Parameter,
     Stage,
     apply_stage,
+    check_function,
 )
 from jaxserve.sampling.draw import row_keys
 from jaxserve.sampling_params import SamplingParams
@@ -61,6 +62,40 @@ def test_infinite_logits_stay_finite(logits):
     stage = Stage(name="up", apply=lambda logits, rows: logits.at[:, 7].set(jnp.inf))
     changed = np.asarray(apply_stage(stage, jnp.asarray(logits), NO_TOKENS, rows_of(stage, 4)))
     assert (changed[:, 7] == np.float32(LARGEST_LOGIT)).all()
+
+
+@pytest.mark.parametrize(
+    ("apply", "got"),
+    [
+        (lambda logits, rows: logits[:1], r"float32\[1, 300\]"),
+        (lambda logits, rows: logits[:, :1], r"float32\[4, 1\]"),
+        (lambda logits, rows: logits.astype(jnp.bfloat16), r"bfloat16\[4, 300\]"),
+        (lambda logits, rows: None, "NoneType"),
+    ],
+)
+def test_a_function_must_return_logits(logits, apply, got):
+    """Not only arrays that can be broadcast to the logits."""
+    stage = Stage(name="s", apply=apply)
+    message = rf"the stage s must return logits float32\[4, 300\], got {got}"
+    with pytest.raises(ConfigError, match=message):
+        apply_stage(stage, jnp.asarray(logits), NO_TOKENS, rows_of(stage, 4))
+
+
+def test_a_function_is_traced_for_all_shapes():
+    seen = []
+
+    def apply(logits, rows):
+        seen.append((*logits.shape, rows.tokens.shape[1]))
+        if logits.shape[0] == 16:
+            raise RuntimeError("sixteen")
+        return logits
+
+    stage = Stage(name="s", apply=apply, num_tokens=ALL_TOKENS)
+    check_function(stage, V, [(1, 0), (4, 256)])
+    assert seen == [(1, V, 0), (4, V, 256)]
+    message = r"the stage s failed on logits float32\[16, 300\] with 9 tokens .*RuntimeError: six"
+    with pytest.raises(ConfigError, match=message):
+        check_function(stage, V, [(4, 9), (16, 9)])
 
 
 def test_tokens_end_with_the_token_that_only_the_device_knows(logits):
@@ -137,10 +172,45 @@ def test_numbers_have_arrays_by_default_and_other_values_by_function():
     assert rows.arrays["counts"].dtype == np.float32
 
 
-@pytest.mark.parametrize("num_tokens", [ALL_TOKENS - 1, -10])
-def test_refuses_a_negative_number_of_tokens(num_tokens):
-    with pytest.raises(ConfigError, match=f"at least 0, or -1 for all tokens, got {num_tokens}"):
-        Stage(name="s", apply=lambda logits, rows: logits, num_tokens=num_tokens)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_tokens": ALL_TOKENS - 1}, "at least 0, or -1 for all tokens, got -2"),
+        ({"num_tokens": -10}, "of the stage s must be an integer of at least 0, .* got -10"),
+        ({"num_tokens": "3"}, "an integer of at least 0, .* got '3'"),
+        ({"num_tokens": 2.5}, "an integer of at least 0, .* got 2.5"),
+        ({"num_tokens": True}, "an integer of at least 0, .* got True"),
+        ({"name": ""}, "a stage must have a string as name, not empty, got ''"),
+        ({"name": 3}, "a stage must have a string as name, not empty, got 3"),
+        ({"parameters": NUMBER}, r"of the stage s must be a tuple of .*, got Parameter\(name="),
+        ({"parameters": [NUMBER]}, r"must be a tuple of Parameter objects, got \[Parameter"),
+        ({"parameters": ("number",)}, r"must be a tuple of Parameter objects, got \('number',\)"),
+        (
+            {"parameters": (NUMBER, LIST, Parameter("number", "int", 0))},
+            "the stage s declares the parameter 'number' 2 times",
+        ),
+    ],
+)
+def test_refuses_declarations_that_are_no_stage(fields, message):
+    # Under pytest, `Stage(...)` checks the types of its arguments first.
+    stage = object.__new__(Stage)
+    for name, value in {"name": "s", "apply": lambda logits, rows: logits, **fields}.items():
+        object.__setattr__(stage, name, value)
+    with pytest.raises(ConfigError, match=message):
+        stage.__post_init__()
+
+
+def test_the_arrays_of_the_default_parameters_are_computed_once():
+    seen = []
+
+    def arrays(values):
+        seen.append(values)
+        return {"number": values["number"]}
+
+    stage = Stage(name="s", apply=lambda x, rows: x, parameters=(NUMBER,), arrays=arrays)
+    for num_rows in (2, 3):
+        assert stage.empty_rows(num_rows, 0).arrays["number"].tolist() == [0.5] * num_rows
+    assert seen == [{"number": 0.5}]
 
 
 def test_top_n_sigma_keeps_tokens_near_the_largest_logit(logits):

@@ -88,8 +88,23 @@ def test_refuses_objects_that_are_no_stages() -> None:
             r"must return logits float32\[2, 300\], got float32\[1, 300\]",
         ),
         ({"apply": lambda logits, rows: logits > 0}, r"got bool\[2, 300\]"),
-        ({"apply": lambda logits, rows: rows["x"]}, "mine failed on logits: KeyError: 'x'"),
-        ({"arrays": lambda values: {"a": "text"}}, "mine failed on logits: ValueError"),
+        ({"apply": lambda logits, rows: rows["x"]}, "mine failed on logits .*: KeyError: 'x'"),
+        (
+            {"arrays": lambda values: {"a": "text"}},
+            "mine failed on the default parameters: ValueError",
+        ),
+        (
+            {"is_on": lambda values: values["x"]},
+            "mine failed on the default parameters: KeyError: 'x'",
+        ),
+        (
+            {"is_on": lambda values: values["x"], "is_filter": True},
+            "mine failed on the default parameters: KeyError: 'x'",
+        ),
+        (
+            {"parameters": (Parameter("t", "token", V),)},
+            f"parameter t of the stage mine: its default must be a token ID .* {V - 1}, got {V}",
+        ),
     ],
 )
 def test_refuses_stages_that_cannot_run(changes, message: str) -> None:

@@ -215,7 +215,7 @@ def _rope_parameters(metadata: Metadata, factors: Sequence[float] | None) -> dic
         rope |= (
             llama3
             if np.allclose(factors, _llama3_factors(llama3, rope["rope_theta"], len(factors)))
-            else {"rope_type": "factors", "factors": list(factors)}
+            else {"rope_type": "factors", "factors": list(map(float, factors))}
         )
     elif kind == "linear":
         rope |= {"rope_type": "linear", "factor": factor}

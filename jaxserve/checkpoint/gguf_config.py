@@ -222,7 +222,8 @@ def _rope_parameters(metadata: Metadata, factors: Sequence[float] | None) -> dic
     elif kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": factor}
         attention_factor = metadata.get(f"{prefix}.scaling.attn_factor", 1.0)
-        if attention_factor != 1.0 and factor > 0:  # GGUF stores a multiple of the Hugging Face default
+        if attention_factor != 1.0 and factor > 0:
+            # GGUF stores a multiple of the Hugging Face default.
             rope["attention_factor"] = attention_factor * (1 + 0.1 * math.log(factor))
         for key, hf_key in (
             ("original_context_length", "original_max_position_embeddings"),

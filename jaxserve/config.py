@@ -195,6 +195,10 @@ class SamplingConfig:
     )
 
 
+MAX_DEVICES = 1024
+"""More are no machine of today, and on a CPU each simulated device costs threads."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """The number of engines, and the devices of each."""
@@ -213,6 +217,12 @@ class ParallelConfig:
             if count < 1:
                 flag = "--" + each.name.replace("_", "-")
                 raise ConfigError(f"{flag} must be at least 1, got {count}")
+        if self.num_devices > MAX_DEVICES:
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size} and --tensor-parallel-size "
+                f"{self.tensor_parallel_size} need {self.num_devices} devices, but there can be at "
+                f"most {MAX_DEVICES}"
+            )
 
     @property
     def num_devices(self) -> int:

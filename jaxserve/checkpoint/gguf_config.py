@@ -215,14 +215,15 @@ def _rope_parameters(metadata: Metadata, factors: Sequence[float] | None) -> dic
         rope |= (
             llama3
             if np.allclose(factors, _llama3_factors(llama3, rope["rope_theta"], len(factors)))
-            else {"rope_type": "factors", "factors": list(factors)}
+            else {"rope_type": "factors", "factors": list(map(float, factors))}
         )
     elif kind == "linear":
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": factor}
         attention_factor = metadata.get(f"{prefix}.scaling.attn_factor", 1.0)
-        if attention_factor != 1.0:  # GGUF stores a multiple of the Hugging Face default
+        if attention_factor != 1.0 and factor > 0:
+            # GGUF stores a multiple of the Hugging Face default.
             rope["attention_factor"] = attention_factor * (1 + 0.1 * math.log(factor))
         for key, hf_key in (
             ("original_context_length", "original_max_position_embeddings"),

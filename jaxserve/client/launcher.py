@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from itertools import takewhile
 
 import msgspec
 
 from jaxserve.config import CacheConfig, CompileConfig
+from jaxserve.device import NVIDIA_DRIVER
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.launch import Launch
 
@@ -58,7 +60,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             bufsize=0,
             stdout=STDERR,
-            env=child_environment(launch, os.environ, sys.path),
+            env=child_environment(launch, os.environ, sys.path, has_gpus=NVIDIA_DRIVER.exists()),
             start_new_session=True,
         )
         threading.Thread(
@@ -115,9 +117,11 @@ class EngineProcess:
 
 
 def child_environment(
-    launch: Launch, inherited: Mapping[str, str], module_path: list[str]
+    launch: Launch, inherited: Mapping[str, str], module_path: list[str], *, has_gpus: bool
 ) -> dict[str, str]:
     """Returns the environment of an engine: the front's own, its module path and our settings.
+
+    ``has_gpus``: whether the machine has NVIDIA GPUs.
 
     Raises:
       ConfigError: there are fewer visible GPUs than the engines need.
@@ -127,7 +131,7 @@ def child_environment(
         **memory_settings(launch.config.cache, inherited),
         **inherited,
         **xla_flags(launch.config.compile, inherited),
-        **_visible_devices(launch, inherited),
+        **_visible_devices(launch, inherited, has_gpus=has_gpus),
         "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in module_path),
     }
 
@@ -154,17 +158,27 @@ def memory_settings(cache: CacheConfig, inherited: Mapping[str, str]) -> dict[st
     return {"XLA_CLIENT_MEM_FRACTION": f"{cache.pool_fraction:.3f}"}
 
 
-def _visible_devices(launch: Launch, inherited: Mapping[str, str]) -> dict[str, str]:
+def _visible_devices(
+    launch: Launch, inherited: Mapping[str, str], *, has_gpus: bool
+) -> dict[str, str]:
     """Returns variables that show an engine its own GPUs, if the engines use several.
 
-    Without them every engine would use the first GPUs, and reserve memory on all.
+    Without them every engine would use the first GPUs, and reserve memory on all. Where jax uses
+    the CPU, the devices are simulated, and there may be fewer GPUs.
     """
     parallel = launch.config.parallel
     visible = inherited.get("CUDA_VISIBLE_DEVICES")
-    if parallel.num_devices == 1 or visible == "":
+    if parallel.num_devices == 1:
         return {}
-    devices = list(map(str, range(parallel.num_devices))) if visible is None else visible.split(",")
+    if visible is None:
+        devices = list(map(str, range(parallel.num_devices)))
+    else:  # CUDA ignores what follows an invalid entry, so "" and "-1" hide all GPUs.
+        entries = (entry.strip() for entry in visible.split(","))
+        devices = list(takewhile(lambda entry: entry not in ("", "-1"), entries))
     if len(devices) < parallel.num_devices:
+        on_cpu = inherited.get("JAX_PLATFORMS", "").split(",")[0].strip() == "cpu"
+        if not devices or on_cpu or not has_gpus:
+            return {}
         raise ConfigError(
             f"--data-parallel-size {parallel.data_parallel_size} and --tensor-parallel-size "
             f"{parallel.tensor_parallel_size} need {parallel.num_devices} GPUs, but "
@@ -172,4 +186,4 @@ def _visible_devices(launch: Launch, inherited: Mapping[str, str]) -> dict[str, 
         )
     first = launch.engine * parallel.tensor_parallel_size
     own = devices[first : first + parallel.tensor_parallel_size]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(device.strip() for device in own)}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}

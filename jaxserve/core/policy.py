@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.core.request import Request
+from jaxserve.errors import ConfigError
 
 Policy = Callable[[Request], tuple[Any, ...]]
 """Returns the key of a request; the lowest key goes first."""
@@ -27,3 +28,10 @@ def priority(request: Request) -> tuple[int, float, int]:
 
 
 POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority}
+
+
+def policy_named(name: str) -> Policy:
+    """Returns a policy of `POLICIES`. Raises ConfigError if there is none of this name."""
+    if name not in POLICIES:
+        raise ConfigError(f"--policy must be one of {', '.join(POLICIES)}, got {name!r:.100}")
+    return POLICIES[name]

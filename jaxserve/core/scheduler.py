@@ -13,11 +13,11 @@ from jaxserve.core.draft_planner import DraftPlanner
 from jaxserve.core.kv_cache_manager import KVCacheManager
 from jaxserve.core.outputs import add_pooled, add_prompt_logprobs, append_tokens, pooling_output
 from jaxserve.core.plan import Constraint, StepPlan, StepResult, TableUpdate
-from jaxserve.core.policy import POLICIES
+from jaxserve.core.policy import policy_named
 from jaxserve.core.request import Request, Status, check_length
 from jaxserve.core.speculation import Speculation
 from jaxserve.core.step_draft import StepDraft
-from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import RequestOutput, StepStats, Submit, TokenLogprobs
 
 
@@ -57,15 +57,13 @@ class Scheduler:
         speculation: Speculation | None = None,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs >= 1
-        if policy not in POLICIES:
-            raise ConfigError(f"--policy must be one of {', '.join(POLICIES)}, got {policy!r}")
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         max_drafts = 0 if speculation is None else speculation.max_drafts
         groups = CacheGroups(windows, block_size, max_num_batched_tokens, max_drafts)
         assert groups.most_blocks(max_model_len) < num_blocks, "the context exceeds the KV cache"
         self._kv = KVCacheManager(BlockPool(num_blocks), groups)
-        self._key = POLICIES[policy]
+        self._key = policy_named(policy)
         self._drafts = DraftPlanner(speculation)
         self._speculates = speculation is not None
         # Both lists are sorted by the key of the policy. They rarely hold more than a few thousand

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.checkpoint.checkpoint import Checkpoint
 from jaxserve.config import MIB, EngineConfig, ModelConfig
+from jaxserve.core.policy import policy_named
 from jaxserve.device import Device
 from jaxserve.engine.sizing import resolve_dtype
 from jaxserve.errors import ConfigError
@@ -60,6 +61,7 @@ def choose(
     Raises:
       ConfigError: a setting is impossible for this model on these devices.
     """
+    policy_named(config.scheduler.policy)  # the scheduler, made last, would refuse it too late
     device = current_device(count=len(devices))
     dtype, dtype_decision = resolve_dtype(config.model, device)
     weight_format = _weight_format(config.model.quantization)

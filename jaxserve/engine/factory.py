@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from jaxserve.checkpoint.checkpoint import Checkpoint
 from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
 from jaxserve.config import GIB, MIB, EngineConfig
 from jaxserve.core.plan import Sizes
+from jaxserve.device import Device
 from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.core import BuiltEngine, assemble
 from jaxserve.engine.sizing import resolve_sizes
@@ -65,6 +67,8 @@ def build(
     checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
     spec = read_spec(checkpoint.config)
     chosen = choose(config, checkpoint, spec, devices)
+    # Refuses sizes that do not fit each other before the weights are loaded.
+    _sizes(config, spec, chosen, dataclasses.replace(current_device(), free_bytes=sys.maxsize))
     stages, stage_decisions = _stages(config, logits_processors, spec, has_drafts=bool(propose))
 
     phase = functools.partial(Phase, engine, on_progress=on_progress)
@@ -204,25 +208,11 @@ def _allocate(
     # `pool_fraction` of the GPU's memory as its pool. Weights and cache may take `memory_fraction`
     # of the GPU's memory, which is this part of the pool.
     pool_part = config.cache.memory_fraction / config.cache.pool_fraction
-    count, layout = chosen.placement.num_devices, spec.cache_layout
-    device = current_device(count=count, pool_part=pool_part)
-    shape = {
-        "num_layers": layout.num_layers,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "dtype": chosen.cache_dtype,
-    }
-    bytes_per_token = kv_cache.bytes_per_token(**shape) // count
-    sizes = resolve_sizes(
-        config,
-        device,
-        context_length=spec.context_length,
-        bytes_per_token=bytes_per_token,
-        windows=layout.windows,
-    )
-    total = bytes_per_token * sizes.block_size * sizes.num_blocks
+    device = current_device(count=chosen.placement.num_devices, pool_part=pool_part)
+    sizes = _sizes(config, spec, chosen, device)
+    total = _bytes_per_token(spec, chosen) * sizes.block_size * sizes.num_blocks
     cache = kv_cache.abstract(
-        **shape,
+        **_cache_shape(spec, chosen),
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
         placement=chosen.placement,
@@ -232,3 +222,29 @@ def _allocate(
     kv = kv_cache.allocate(cache)
     phase.update(total, total, f"{total / GIB:.2f} GiB in {chosen.cache_dtype}")
     return sizes, kv
+
+
+def _sizes(config: EngineConfig, spec: ModelSpec, chosen: Choices, device: Device) -> Sizes:
+    """See `resolve_sizes`."""
+    return resolve_sizes(
+        config,
+        device,
+        context_length=spec.context_length,
+        bytes_per_token=_bytes_per_token(spec, chosen),
+        windows=spec.cache_layout.windows,
+    )
+
+
+def _bytes_per_token(spec: ModelSpec, chosen: Choices) -> int:
+    """Returns the bytes of one token in one group of layers of the cache, on each device."""
+    return kv_cache.bytes_per_token(**_cache_shape(spec, chosen)) // chosen.placement.num_devices
+
+
+def _cache_shape(spec: ModelSpec, chosen: Choices) -> dict[str, Any]:
+    """Returns the arguments that the functions of `kv_cache` have in common."""
+    return {
+        "num_layers": spec.cache_layout.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "dtype": chosen.cache_dtype,
+    }

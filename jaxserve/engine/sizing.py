@@ -1,7 +1,8 @@
 """Resolves the dtype and the sizes that a config leaves open, and gives the user a reason for each.
 
 `resolve_dtype` runs before the weights are loaded. `resolve_sizes` runs afterwards, when the memory
-left for the KV cache is known.
+left for the KV cache is known. It also runs before, as if all memory were free, to refuse what the
+user asked for as early as possible.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from jaxserve.core.plan import Sizes
 from jaxserve.device import Device
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Decision
+
+AS_ASKED = "as asked"
+"""The reason for a value that the user asked for."""
 
 CPU_CACHE_BYTES = 768 * MIB
 """Bytes of KV cache on a CPU, whose memory other programs share. If one full-length request needs
@@ -77,10 +81,10 @@ def resolve_sizes(
     )
     max_model_len = groups.longest(num_blocks - 1, wanted_len)
     if max_model_len < 1:
+        free = f"; {device.free_bytes / MIB:.0f} MiB are free" if why != AS_ASKED else ""
         raise ConfigError(
             f"there is no memory for a KV cache: a request needs {groups.most_blocks(1)} blocks "
-            f"of {block_bytes / MIB:.1f} MiB, and the cache has {num_blocks - 1} ({why}); "
-            f"{device.free_bytes / MIB:.0f} MiB are free"
+            f"of {block_bytes / MIB:.1f} MiB, and the cache has {num_blocks - 1} ({why}){free}"
         )
     if asked_len is not None and asked_len > max_model_len:
         raise ConfigError(
@@ -131,7 +135,7 @@ def _num_blocks(
     full context length.
     """
     if cache.num_blocks is not None:
-        return cache.num_blocks, "as asked"
+        return cache.num_blocks, AS_ASKED
     budget, why = _cache_budget(cache, device, full_length_blocks * block_bytes)
     return min(budget // block_bytes, max_num_seqs * full_length_blocks) + 1, why
 
@@ -142,7 +146,7 @@ def _cache_budget(cache: CacheConfig, device: Device, full_length_bytes: int) ->
     ``full_length_bytes`` is the cache of one request of the full context length.
     """
     if cache.kv_cache_memory_mib is not None:
-        return cache.kv_cache_memory_mib * MIB, "as asked"
+        return cache.kv_cache_memory_mib * MIB, AS_ASKED
     if device.platform == "gpu":
         return device.free_bytes, f"{cache.memory_fraction:.0%} of {device.kind} minus the weights"
     half = device.free_bytes // 2
@@ -155,7 +159,7 @@ def _cache_budget(cache: CacheConfig, device: Device, full_length_bytes: int) ->
 
 def _context_decision(asked_len: int | None, max_model_len: int, context_length: int) -> Decision:
     if asked_len is not None:
-        why = "as asked"
+        why = AS_ASKED
     elif max_model_len == context_length:
         why = "the model's own"
     else:

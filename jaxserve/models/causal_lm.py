@@ -5,7 +5,7 @@ A family is a subclass in its own file, and a line in `registry.MODELS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
 import jax
@@ -68,8 +68,8 @@ class CausalLM(nnx.Module):
         if layout.loop == "scan":
             self.layers = _stacked(cast(Layer, self.layers), spec.num_layers)
 
-    def final_norm(self, spec: ModelSpec) -> RMSNorm:
-        """Returns the norm between the layers and the head."""
+    def final_norm(self, spec: ModelSpec) -> Callable[[Hidden], Hidden]:
+        """Returns the norm between the layers and the head, a module on hidden states [T, D]."""
         return RMSNorm(spec.hidden_size, spec.norm_eps)
 
     def embedded(self, tokens: Int32[Array, " tokens"]) -> Hidden:

@@ -12,8 +12,8 @@ MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 """Sizes above these limits mean that config.json is damaged."""
 
 
-def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Returns a whole number in [1, `MAX_SIZE`]; null counts as missing.
+def size(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+    """Returns a whole number in [``least``, `MAX_SIZE`]; null counts as missing.
 
     Raises:
       CheckpointError: the value is no such number, or it is missing and has no default.
@@ -22,9 +22,9 @@ def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int
     value = default if value is None else value
     if value is None:
         raise CheckpointError(f"config.json has no {key}")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise CheckpointError(
-            f"{key} in config.json must be a whole number above 0, got {value!r:.100}"
+            f"{key} in config.json must be a whole number, at least {least}, got {value!r:.100}"
         )
     most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
     if value > most:
@@ -48,12 +48,46 @@ def optional_real(config: Mapping[str, Any], key: str) -> float | None:
     if value is None:
         return None
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (OverflowError, TypeError, ValueError):
         number = math.nan
     if not 0 < number < math.inf:
         raise CheckpointError(f"{key} in config.json must be a number above 0, got {value!r:.100}")
     return number
+
+
+def flag(config: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    """Returns true or false; null counts as missing. Raises CheckpointError for anything else."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"{key} in config.json must be true or false, got {value!r:.100}")
+    return default if value is None else value
+
+
+def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Returns an object, which is empty if it is null or missing.
+
+    Raises:
+      CheckpointError: the value is no object.
+    """
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"{key} in config.json must be an object, got {value!r:.100}")
+    return value or {}
+
+
+def optional_strings(config: Mapping[str, Any], key: str) -> list[str] | None:
+    """Returns a list of strings, or None if it is null or missing.
+
+    Raises:
+      CheckpointError: the value is no such list.
+    """
+    value = config.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise CheckpointError(f"{key} in config.json must be a list of strings, got {value!r:.100}")
+    return value
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
@@ -61,5 +95,5 @@ def head_dim(config: Mapping[str, Any]) -> int:
     default = size(config, "hidden_size") // size(config, "num_attention_heads")
     dim = size(config, "head_dim", default)
     if dim % 2:
-        raise CheckpointError(f"head_dim must be even, got {dim}")
+        raise CheckpointError(f"head_dim in config.json must be even, got {dim}")
     return dim

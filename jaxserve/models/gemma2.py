@@ -70,6 +70,14 @@ class Gemma2Layer(Layer):
         return x, kv
 
 
+HF_DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+"""Values of keys that are missing in a config.json of Gemma 2 or 3."""
+
 GGUF_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -119,8 +127,7 @@ class Gemma2ForCausalLM(CausalLM):
     def read_spec(cls, config: Mapping[str, Any]) -> Gemma2Spec:
         """See `CausalLM.read_spec`. Windows are in the layers 0, 2, 4, ... unless listed."""
         defaults = {
-            "sliding_window": 4096,
-            "tie_word_embeddings": True,
+            **HF_DEFAULTS,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         }

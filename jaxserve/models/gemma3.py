@@ -8,10 +8,11 @@ from typing import Any
 
 from jaxserve.checkpoint.gguf_config import Get, GGUFNames
 from jaxserve.checkpoint.mapping import Rule
-from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.models.config_values import real, size
+from jaxserve.errors import CheckpointError
+from jaxserve.models.config_values import mapping, size
 from jaxserve.models.gemma2 import (
     GGUF_NORMS,
+    HF_DEFAULTS,
     Gemma2ForCausalLM,
     Gemma2Spec,
     gemma_fields,
@@ -19,7 +20,7 @@ from jaxserve.models.gemma2 import (
 )
 from jaxserve.models.hf_config import settle, shared_fields, windows
 from jaxserve.models.llama import PREFIX
-from jaxserve.models.rope_config import rope
+from jaxserve.models.rope_config import rope, theta
 from jaxserve.models.spec import LayerSpec
 from jaxserve.ops.rope import Rope
 
@@ -59,11 +60,8 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
         ``max_position_embeddings`` is the context after the scaling of the rotation.
         """
-        config = settle(config, defaults={"sliding_window": 4096, "tie_word_embeddings": True})
-        if config.get("use_bidirectional_attention"):
-            raise UnsupportedModelError(
-                "attention to later tokens is not supported (use_bidirectional_attention is true)"
-            )
+        # Scores have no cap: `transformers` has the key, but does not use it in Gemma 3.
+        config = settle(config, defaults=HF_DEFAULTS, fixed={"attn_logit_softcapping": None})
         period = size(config, "sliding_window_pattern", 6)
         kinds = [
             "full_attention" if (i + 1) % period == 0 else "sliding_attention"
@@ -78,12 +76,12 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         return Gemma2Spec(**fields, **gemma_fields(config), qk_norm=True)
 
 
-def _rotation(config: Mapping[str, Any], kind: str, theta_key: str, theta: float) -> Rope:
+def _rotation(config: Mapping[str, Any], kind: str, theta_key: str, default: float) -> Rope:
     """Reads the rotation of one kind of layer, from files of transformers 5 and older ones."""
-    nested = (config.get("rope_parameters") or {}).get(kind) or {}
-    old = (config.get("rope_scaling") or {}) if kind == "full_attention" else {}
+    nested = mapping(mapping(config, "rope_parameters"), kind)
+    old = mapping(config, "rope_scaling") if kind == "full_attention" else {}
     given = {**old, **nested}
-    given["rope_theta"] = real(given, "rope_theta", real(config, theta_key, theta))
+    given["rope_theta"] = theta(given, "rope_theta", theta(config, theta_key, default))
     return rope(given, config)
 
 

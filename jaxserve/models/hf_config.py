@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.errors import CheckpointError, UnsupportedModelError
-from jaxserve.models.config_values import head_dim, real, size
+from jaxserve.models.config_values import flag, head_dim, optional_strings, real, size
 from jaxserve.models.rope_config import context_length, rope, rope_parameters
 from jaxserve.models.spec import LayerSpec
 from jaxserve.ops.elementwise import ACTIVATIONS
@@ -20,6 +20,7 @@ from jaxserve.ops.elementwise import ACTIVATIONS
 NULL_HAS_A_MEANING = (
     "sliding_window",
     "head_dim",
+    "num_key_value_heads",
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
@@ -86,7 +87,7 @@ def shared_fields(
         "head_dim": head_dim(config),
         "norm_eps": real(config, "rms_norm_eps", 1e-6),
         "layers": tuple(layers),
-        "tied_head": bool(config.get("tie_word_embeddings", False)),
+        "tied_head": flag(config, "tie_word_embeddings"),
         "context_length": context_length(
             layers[0].rope.scaling, size(config, "max_position_embeddings")
         ),
@@ -102,9 +103,9 @@ def shared_fields(
 def activation(config: Mapping[str, Any], key: str = "hidden_act", default: str = "silu") -> str:
     """Returns the name of the activation in `ACTIVATIONS`. Raises UnsupportedModelError."""
     name = config.get(key, default)
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+            f"{key} {name!r:.100} is not supported; supported are {', '.join(ACTIVATIONS)}"
         )
     return name
 
@@ -118,8 +119,8 @@ def windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """
     num_layers = size(config, "num_hidden_layers")
     window = config.get("sliding_window")
-    kinds = config.get("layer_types")
-    if not config.get("use_sliding_window", True):
+    kinds = optional_strings(config, "layer_types")
+    if not flag(config, "use_sliding_window", default=True):
         return (None,) * num_layers
     if window is None:
         if kinds is not None and "sliding_attention" in kinds:
@@ -130,10 +131,13 @@ def windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     window = size(config, "sliding_window")
     if kinds is None:
         # The key counts the lower layers, which have no window.
-        first = config.get("max_window_layers") or 0
+        first = size(config, "max_window_layers", 0, least=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if len(kinds) != num_layers:
-        raise CheckpointError(f"layer_types must name {num_layers} layers, got {len(kinds)}")
+        raise CheckpointError(
+            "layer_types in config.json must have an entry for each of the num_hidden_layers "
+            f"({num_layers}), got {len(kinds)}"
+        )
     known = {"full_attention": None, "sliding_attention": window}
     for kind in kinds:
         if kind not in known:
@@ -149,6 +153,12 @@ def _check_supported(config: Mapping[str, Any]) -> None:
             raise UnsupportedModelError(
                 f"mixtures of experts are not supported ({key} is {config[key]}); "
                 "only dense models are"
+            )
+    # An encoder, whose tokens see the tokens after them.
+    for key, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if bool(config.get(key, causal)) != causal:
+            raise UnsupportedModelError(
+                f"attention to later tokens is not supported ({key} is {config[key]!r:.100})"
             )
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(

@@ -12,7 +12,7 @@ from jaxserve.checkpoint.gguf_config import Get, GGUFNames
 from jaxserve.checkpoint.mapping import Rule, transpose
 from jaxserve.models.blocks import Attention, GatedMLP, Hidden, Layer, LayerContext, RMSNorm
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.config_values import size
+from jaxserve.models.config_values import flag, size
 from jaxserve.models.hf_config import activation, settle, shared_fields
 from jaxserve.models.spec import ModelSpec
 from jaxserve.ops.attention import KVCache
@@ -111,12 +111,12 @@ class LlamaForCausalLM(CausalLM):
     def read_spec(cls, config: Mapping[str, Any]) -> LlamaSpec:
         """See `CausalLM.read_spec`."""
         config = settle(config, defaults=cls.HF_DEFAULTS, fixed=cls.HF_FIXED)
-        bias = bool(config.get("attention_bias", False))
+        bias = flag(config, "attention_bias")
         return LlamaSpec(
             **shared_fields(config),
             intermediate_size=size(config, "intermediate_size"),
             activation=activation(config),
             qkv_bias=bias,
-            attention_output_bias=bool(config.get("attention_output_bias", bias)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            attention_output_bias=flag(config, "attention_output_bias", default=bias),
+            mlp_bias=flag(config, "mlp_bias"),
         )

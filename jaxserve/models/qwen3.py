@@ -22,6 +22,7 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     )
     HF_DEFAULTS = {
         "head_dim": 128,
+        "num_key_value_heads": 32,
         "use_sliding_window": False,
         "sliding_window": 4096,
         "max_window_layers": 28,

@@ -42,6 +42,10 @@ def test_reads_unusual_settings(small_gguf) -> None:
             },
         ),
         (
+            {"type": "yarn", "factor": 0.0, "attn_factor": 0.5},
+            {"rope_type": "yarn", "factor": 0.0, "rope_theta": 10000.0},  # refused by `rope_config`
+        ),
+        (
             {"type": "yarn", "factor": 8.0, "attn_factor": 0.5},
             {
                 "rope_type": "yarn",

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from jaxserve.client import launcher
-from jaxserve.client.launcher import EngineProcess, child_environment
+from jaxserve.client.launcher import EngineProcess
 from jaxserve.config import CompileConfig, EngineConfig, ModelConfig, ParallelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.launch import Launch
@@ -26,6 +26,10 @@ def launch(
         events_address=f"ipc://{folder}/events",
         config=EngineConfig(model=ModelConfig(model="fake"), parallel=ParallelConfig(**parallel)),
     )
+
+
+def child_environment(launch, inherited, module_path, *, has_gpus=True):
+    return launcher.child_environment(launch, inherited, module_path, has_gpus=has_gpus)
 
 
 @pytest.fixture
@@ -114,6 +118,40 @@ def test_too_few_gpus_are_an_error():
     message = "--data-parallel-size 3 and --tensor-parallel-size 2 need 6 GPUs.* has 2: 0,1"
     with pytest.raises(ConfigError, match=message):
         child_environment(launch(2, **sizes), {"CUDA_VISIBLE_DEVICES": "0,1"}, [])
+
+
+@pytest.mark.parametrize("sizes", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}])
+@pytest.mark.parametrize(
+    ("visible", "has_gpus", "platforms"),
+    [
+        ("-1", True, None),
+        (" -1", True, None),
+        ("-1,0,1", True, None),
+        ("", True, None),
+        ("0", False, None),
+        ("-1", False, None),
+        ("0", True, "cpu"),
+        ("0", True, "cpu,cuda"),
+    ],
+)
+def test_devices_are_simulated_where_jax_uses_the_cpu(visible, has_gpus, platforms, sizes):
+    inherited = {"CUDA_VISIBLE_DEVICES": visible}
+    if platforms is not None:
+        inherited["JAX_PLATFORMS"] = platforms
+    env = child_environment(launch(0, **sizes), inherited, [], has_gpus=has_gpus)
+    assert env["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_gpus_after_an_invalid_entry_do_not_count():
+    """CUDA does not show them."""
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES has 1: 0,-1,1"):
+        child_environment(launch(tensor_parallel_size=2), {"CUDA_VISIBLE_DEVICES": "0,-1,1"}, [])
+
+
+def test_another_platform_than_the_cpu_needs_the_gpus():
+    inherited = {"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cuda,cpu"}
+    with pytest.raises(ConfigError, match="need 2 GPUs"):
+        child_environment(launch(tensor_parallel_size=2), inherited, [])
 
 
 async def test_wait_returns_the_exit_code(process):

@@ -241,6 +241,33 @@ def test_an_8_bit_cache_has_more_blocks_in_the_same_memory(config, asked, dtype)
     assert [len(tokens) for tokens in generate(built, PROMPTS)] == [8, 8, 8]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scheduler": {"policy": "nope"}}, "--policy must be one of fcfs, .*got 'nope'"),
+        ({"cache": {"num_blocks": 0}}, "--num-blocks must be at least 2 .*got 0"),
+        ({"cache": {"num_blocks": 1}}, "--num-blocks must be at least 2 .*got 1"),
+        (
+            {"cache": {"num_blocks": 3}, "model": {"max_model_len": 64}},
+            r"--max-model-len 64 does not fit .* of 3 blocks \(as asked\); .* fits is 8",
+        ),
+        ({"model": {"max_model_len": 257}}, "--max-model-len 257 is more than .* context of 256"),
+        ({"scheduler": {"max_num_batched_tokens": 1}}, "--max-num-batched-tokens 1 must be at"),
+        ({"model": {"quantization": "int3"}}, "--quantization must be one of"),
+        ({"cache": {"kv_cache_dtype": "fp4"}}, "--kv-cache-dtype must be one of"),
+    ],
+)
+def test_rejects_a_setting_before_it_loads_the_weights(config, changes, message):
+    changed = {
+        group: dataclasses.replace(getattr(config, group), **values)
+        for group, values in changes.items()
+    }
+    reports: list[Progress] = []
+    with pytest.raises(ConfigError, match=message):
+        build(dataclasses.replace(config, **changed), 0, reports.append)
+    assert reports == []
+
+
 def test_rejects_an_unknown_dtype_of_the_cache(config):
     cache = dataclasses.replace(config.cache, kv_cache_dtype="fp4")
     with pytest.raises(ConfigError, match="--kv-cache-dtype must be one of auto, .*got 'fp4'"):

@@ -151,8 +151,13 @@ def test_rejects_impossible_settings(groups, message: str) -> None:
 
 
 def test_rejects_a_device_without_memory_for_a_cache() -> None:
-    with pytest.raises(ConfigError, match="no memory for a KV cache"):
+    with pytest.raises(ConfigError, match="no memory for a KV cache.*; 0 MiB are free$"):
         sizes(dataclasses.replace(GPU, free_bytes=1000))
+
+
+def test_the_free_memory_is_no_reason_for_a_cache_of_a_size_that_the_user_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"needs 2 blocks .* the cache has 1 \(as asked\)$"):
+        sizes(GPU, windows=(None, 8), cache=CacheConfig(num_blocks=2))
 
 
 def test_resolved_sizes_always_fit() -> None:

@@ -1,4 +1,4 @@
-"""Steps of a model: memory, dtypes, and names in profiles."""
+"""Steps of a model: memory, dtypes, names in profiles, and norms of other kinds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.checkpoint.mapping import Rule
 from jaxserve.device import CPU
+from jaxserve.models import registry
+from jaxserve.models.blocks import Hidden
 from jaxserve.models.layout import Layout
+from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.models.loading import load_params
 from jaxserve.models.registry import read_spec
+from jaxserve.models.spec import ModelSpec
+from jaxserve.models.weights import parameter
 from jaxserve.ops import xla_attention
 from jaxserve.ops.attention import KVCache, StepMeta
 from jaxserve.testing.tiny import random_tensors, tiny_config
@@ -75,3 +81,41 @@ def test_profiles_name_the_parts_of_each_layer(lower):
     text = lower("unroll", "float32", decode_only=True)[0].as_text(debug_info=True)
     for name in ("embed", "layer_2/attention", "layer_2/mlp", "logits"):
         assert name in text
+
+
+class LayerNorm(nnx.Module):
+    """As docs/extending.md describes a norm other than `RMSNorm`."""
+
+    def __init__(self, size: int) -> None:
+        self.weight = parameter((("embed", size),))
+        self.bias = parameter((("embed", size),), name="bias")
+
+    def __call__(self, x: Hidden) -> Hidden:
+        centred = x - x.mean(-1, keepdims=True)
+        normed = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+        return normed * self.weight[...] + self.bias[...]
+
+
+class LayerNormForCausalLM(LlamaForCausalLM):
+    """A family whose last norm is a layer norm."""
+
+    RULES = (*LlamaForCausalLM.RULES, Rule("model.norm.bias", "norm.bias"))
+
+    def final_norm(self, spec: ModelSpec) -> LayerNorm:
+        """See `CausalLM.final_norm`."""
+        return LayerNorm(spec.hidden_size)
+
+
+def test_the_final_norm_may_be_any_norm(in_memory, monkeypatch, rng):
+    monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
+    registry.register("LayerNormForCausalLM", f"{__name__}:LayerNormForCausalLM")
+    config = tiny_config("LayerNormForCausalLM")
+    tensors = random_tensors(config)
+    assert tensors["model.norm.bias"].shape == (config["hidden_size"],)
+    loaded = load_params(in_memory(tensors), read_spec(config), Layout("float32", "scan"))
+    hidden = rng.standard_normal((3, config["hidden_size"]), np.float32)
+    x = hidden.astype(np.float64)
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    x = x * tensors["model.norm.weight"] + tensors["model.norm.bias"]
+    expected = x @ tensors["lm_head.weight"].T
+    np.testing.assert_allclose(nnx.merge(*loaded).logits(jnp.asarray(hidden)), expected, atol=1e-4)

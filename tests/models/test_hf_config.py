@@ -34,7 +34,7 @@ def spec(**changes) -> ModelSpec:
 
 
 def family(name: str, **changes) -> ModelSpec:
-    return spec(architectures=[f"{name}ForCausalLM"], **changes)
+    return spec(architectures=[f"{name}ForCausalLM"], **{"num_key_value_heads": 4, **changes})
 
 
 def test_defaults_of_a_minimal_config():
@@ -177,18 +177,50 @@ def test_reads_the_biases_and_norms_of_each_family():
 
 
 @pytest.mark.parametrize(
+    ("name", "num_heads", "num_kv_heads", "head_dim"),
+    [
+        ("Llama", 4, 4, 16),
+        ("Mistral", 8, 8, 8),
+        ("Qwen2", 32, 32, 2),
+        ("Qwen3", 32, 32, 128),
+        ("Gemma2", 4, 4, 256),
+        ("Gemma3", 8, 4, 256),
+    ],
+)
+def test_heads_that_a_config_leaves_out_have_the_sizes_of_the_family(
+    name, num_heads, num_kv_heads, head_dim
+):
+    """As the classes of configs in `transformers` have them."""
+    read = spec(architectures=[f"{name}ForCausalLM"], num_attention_heads=num_heads)
+    assert (read.num_kv_heads, read.head_dim) == (num_kv_heads, head_dim)
+
+
+def test_gemma_3_caps_no_scores():
+    """`transformers` reads the key and does not use it."""
+    assert family("Gemma2").attention_soft_cap == 50.0
+    assert family("Gemma2", attn_logit_softcapping=9).attention_soft_cap == 9.0
+    assert family("Gemma3") == family("Gemma3", attn_logit_softcapping=9.0)
+    assert family("Gemma3").attention_soft_cap is None
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*LlamaForCausalLM"),
         ({"num_local_experts": 8}, "num_local_experts is 8"),
-        ({"hidden_act": "xielu"}, "'xielu'.*silu"),
+        ({"hidden_act": "xielu"}, "hidden_act 'xielu'.*silu"),
         ({"rope_scaling": {"type": "longrope"}}, "'longrope'.*yarn"),
         ({"partial_rotary_factor": 0.5}, "0.5"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
-        (
-            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
-            "use_bidirectional_attention is true",
+        ({"is_causal": False}, "later tokens.*is_causal is False"),
+        *(
+            (
+                {"architectures": [f"{name}ForCausalLM"], "use_bidirectional_attention": value},
+                f"later tokens.*use_bidirectional_attention is {value!r}",
+            )
+            for name in ("Gemma2", "Gemma3")
+            for value in (True, "all")
         ),
         (
             {
@@ -235,6 +267,11 @@ def test_names_features_that_are_not_implemented(changes, message):
             },
             "layer_types.*4.*1",
         ),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings .* true or false, got 'no'"),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": True},
+            "final_logit_softcapping .* number above 0, got True",
+        ),
     ],
 )
 def test_rejects_invalid_values(changes, message):
@@ -244,7 +281,8 @@ def test_rejects_invalid_values(changes, message):
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_reads_a_config_and_loads_the_class_of_each_architecture(architecture):
-    config = read_spec(BASE | {"architectures": [architecture], "text_config": BASE})
+    sizes = BASE | {"num_key_value_heads": 4}
+    config = read_spec(sizes | {"architectures": [architecture], "text_config": sizes})
     assert (config.architecture, config.num_layers) == (architecture, 4)
     loaded = model_class(architecture)
     assert issubclass(loaded, CausalLM)

@@ -2,9 +2,11 @@
 
 import asyncio
 import re
+from pathlib import Path
 
 import pytest
 
+from jaxserve.client import launcher
 from jaxserve.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.ipc.messages import Progress
 
@@ -47,6 +49,8 @@ async def test_an_engine_that_dies_while_it_starts_fails_the_start(
 
 
 async def test_rejects_more_engines_than_devices(start, monkeypatch):
+    monkeypatch.setattr(launcher, "NVIDIA_DRIVER", Path(__file__))  # as if there were GPUs
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(ConfigError, match="need 2 GPUs, but CUDA_VISIBLE_DEVICES has 1"):
         await start(num_engines=2)

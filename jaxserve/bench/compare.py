@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.bench.figures import Machine
-from jaxserve.bench.pairs import Pairs, run_pairs, two_servers
+from jaxserve.bench.pairs import Pairs, add_pair_flags, run_pairs, two_servers
 from jaxserve.bench.program import add_load_flags, base_parser, body_maker, run
 
 
@@ -69,14 +69,7 @@ def main(argv: Sequence[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Builds the parser of the flags."""
     parser = base_parser("scripts/bench compare", __doc__)
-    parser.add_argument(
-        "--concurrent",
-        type=int,
-        nargs="+",
-        default=[1, 16, 64],
-        help="numbers of concurrent requests (default: 1 16 64)",
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs (default: 3)")
+    add_pair_flags(parser, concurrent=[1, 16, 64])
     parser.add_argument(
         "--base-flags",
         type=shlex.split,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.bench.figures import Machine
-from jaxserve.bench.pairs import Pairs, run_pairs, two_servers
+from jaxserve.bench.pairs import Pairs, add_pair_flags, run_pairs, two_servers
 from jaxserve.bench.program import base_parser, run
 from jaxserve.bench.server_process import HOST, ServerProcess
 from jaxserve.config import SpeculationConfig
@@ -97,14 +97,7 @@ def main(argv: Sequence[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Builds the parser of the flags."""
     parser = base_parser("scripts/bench drafts", __doc__)
-    parser.add_argument(
-        "--concurrent",
-        type=int,
-        nargs="+",
-        default=[1, 4, 16],
-        help="numbers of concurrent requests (default: 1 4 16)",
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs (default: 3)")
+    add_pair_flags(parser, concurrent=[1, 4, 16])
     parser.add_argument(
         "--output-len", type=int, default=128, help="tokens of a completion (default: 128)"
     )

@@ -5,6 +5,7 @@ Both see the same drift of the machine, so the ratio of a pair of runs means mor
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import statistics
@@ -42,6 +43,18 @@ class Pairs:
         numbers = (self.base_rates, self.rates, self.ratios, self.cpu_ratios)
         base, rate, ratio, cpu = map(statistics.median, numbers)
         return f"{base:.1f} | {rate:.1f} | {ratio:.2f} | {cpu:.2f}"
+
+
+def add_pair_flags(parser: argparse.ArgumentParser, *, concurrent: list[int]) -> None:
+    """Adds the flags for the runs; ``concurrent`` are the default numbers of requests."""
+    parser.add_argument(
+        "--concurrent",
+        type=int,
+        nargs="+",
+        default=concurrent,
+        help=f"numbers of concurrent requests (default: {' '.join(map(str, concurrent))})",
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs (default: 3)")
 
 
 @contextlib.asynccontextmanager

@@ -88,7 +88,7 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
                 f"choices of parameter {self.name} must be a tuple of strings, and only a "
                 f'parameter of kind "str" may have any, got {self.choices!r} for {self.kind!r}'
             )
-        if self.most is not None and not (_is_integer(self.most) and self.most >= 1):
+        if self.most is not None and not (is_integer(self.most) and self.most >= 1):
             raise ConfigError(
                 f"most of parameter {self.name} must be None or an integer of at least 1, got "
                 f"{self.most!r}"
@@ -127,7 +127,7 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
                 return is_finite and self.low <= value <= self.high
             case _:
                 low, high = (0, vocab_size - 1) if self.kind == "token" else INT32
-                is_in_range = _is_integer(value) and low <= value <= high
+                is_in_range = is_integer(value) and low <= value <= high
                 return is_in_range and self.low <= value <= self.high
 
     def _expected(self, vocab_size: int) -> str:
@@ -151,7 +151,8 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
         return text
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Returns whether a value is an integer, which a boolean is not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

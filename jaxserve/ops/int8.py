@@ -74,7 +74,6 @@ class Int8:
     ) -> Float[Array, "tokens out"]:
         """See `WeightFormat`."""
         weight = as_matrix(leaves["weight"], x.shape[1], outputs_first=outputs_first)
-
         scale = leaves["scale"].reshape(-1)
 
         def on_cpu(x: Array, weight: Array, scale: Array) -> Array:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int32, Key, UInt32
 
 from jaxserve.arrays import Leaf
 from jaxserve.errors import ConfigError
-from jaxserve.ipc.parameters import Parameter
+from jaxserve.ipc.parameters import Parameter, is_integer
 from jaxserve.sampling.draw import row_keys
 from jaxserve.sampling.inputs import LastTokens
 from jaxserve.sampling.stages import Logits
@@ -158,8 +158,7 @@ class Stage:
                 raise ConfigError(
                     f"the stage {self.name} declares the parameter {name!r} {count} times"
                 )
-        is_whole = isinstance(self.num_tokens, int) and not isinstance(self.num_tokens, bool)
-        if not is_whole or self.num_tokens < ALL_TOKENS:
+        if not is_integer(self.num_tokens) or self.num_tokens < ALL_TOKENS:
             raise ConfigError(
                 f"num_tokens of the stage {self.name} must be an integer of at least 0, or "
                 f"{ALL_TOKENS} for all tokens, got {self.num_tokens!r}"

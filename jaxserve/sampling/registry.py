@@ -127,7 +127,7 @@ def _check_defaults(stage: Stage, vocab_size: int) -> None:
             raise ConfigError(f"{where}: {error}") from error
     try:
         stage.is_used_by(SamplingParams(temperature=1.0))
-        stage.entries({p.name: p.default for p in stage.parameters})
+        _ = stage.default_entries
     except Exception as error:
         raise ConfigError(
             f"the stage {stage.name} failed on the default parameters: "

@@ -62,7 +62,7 @@ def add(
 def update(
     scheduler: Scheduler, plan: StepPlan, token: int = OTHER, **tokens: int
 ) -> list[RequestOutput]:
-    """Applies a step that sampled ``token`` for every request that is not in ``tokens``."""
+    """Applies a step that sampled, for each request, its token in ``tokens``, or else ``token``."""
     sampled = [[tokens.get(part.request_id, token)] for part in plan.sampling]
     return scheduler.update(plan, StepResult(sampled))
 

@@ -92,6 +92,15 @@ BAD_SAMPLING = [
 ]
 
 
+async def assert_rejected(call, body, param):
+    """Asserts that ``call``, `complete` or `ask`, names the field and submits nothing."""
+    text_engine = scripted_text_engine("hello")
+    with pytest.raises(InvalidRequestError) as caught:
+        await call(text_engine, body)
+    assert caught.value.param == param
+    assert text_engine.engine.submitted == []
+
+
 @pytest.mark.parametrize(("body", "param"), BAD_SAMPLING)
 async def test_both_endpoints_reject_bad_sampling_fields_by_name(body, param) -> None:
     text_engine = scripted_text_engine("hello")
@@ -134,11 +143,7 @@ async def test_both_endpoints_reject_bad_sampling_fields_by_name(body, param) ->
     ],
 )
 async def test_rejects_bad_completion_fields(body, param) -> None:
-    text_engine = scripted_text_engine("hello")
-    with pytest.raises(InvalidRequestError) as caught:
-        await complete(text_engine, body)
-    assert caught.value.param == param
-    assert text_engine.engine.submitted == []
+    await assert_rejected(complete, body, param)
 
 
 @pytest.mark.parametrize(
@@ -219,11 +224,7 @@ async def test_rejects_bad_completion_fields(body, param) -> None:
     ],
 )
 async def test_rejects_bad_chat_fields(body, param) -> None:
-    text_engine = scripted_text_engine("hello")
-    with pytest.raises(InvalidRequestError) as caught:
-        await ask(text_engine, body)
-    assert caught.value.param == param
-    assert text_engine.engine.submitted == []
+    await assert_rejected(ask, body, param)
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,17 @@ def add_pair_flags(parser: argparse.ArgumentParser, *, concurrent: list[int]) ->
 async def two_servers(
     base_flags: Sequence[str], flags: Sequence[str]
 ) -> AsyncGenerator[tuple[ServerProcess, ServerProcess], None]:
-    """Runs two servers with these flags until the block ends. It begins when both can serve."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ServerProcess(base_flags, log=Path(folder, "base.log")) as base,
-        ServerProcess(flags, log=Path(folder, "second.log")) as second,
-    ):
-        await asyncio.gather(base.until_healthy(), second.until_healthy())
+    """Runs two servers with these flags until the block ends. It begins when both can serve.
+
+    The second starts when the first can serve: an engine that plans drafts measures its steps when
+    it starts, which another start at the same time would disturb.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        base = stack.enter_context(ServerProcess(base_flags, log=Path(folder, "base.log")))
+        await base.until_healthy()
+        second = stack.enter_context(ServerProcess(flags, log=Path(folder, "second.log")))
+        await second.until_healthy()
         yield base, second
 
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 import zmq.asyncio
 
 from jaxserve.client.launcher import EngineProcess
+from jaxserve.client.output_stream import OutputStream
 from jaxserve.client.replica import Balancer, Replica
 from jaxserve.config import EngineConfig
 from jaxserve.errors import (
@@ -122,16 +123,19 @@ class EngineClient:
         """Number of requests in flight on all engines."""
         return sum(len(replica.in_flight) for replica in self._replicas)
 
-    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, request: Submit, *, on_ended: Callable[[], None] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """See `Engine.generate`. Sends the request to the engine with the lowest load score."""
         replica = self._pick(request.request_id)
-        stream = replica.submit(request)
+        stream = replica.submit(request, OutputStream(on_ended))
         try:
             async for output in stream:
                 yield output
         finally:
             if replica.in_flight.get(request.request_id) is stream:
                 replica.abort([request.request_id])
+                stream.close()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `Engine.abort`."""

@@ -79,7 +79,9 @@ class InProcessEngine:
         if self._error is not None:
             raise self._error
 
-    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, request: Submit, *, on_ended: Callable[[], None] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """See `Engine.generate`."""
         self.check_health()
         request_id = request.request_id
@@ -88,7 +90,7 @@ class InProcessEngine:
                 f"the request ID {request_id!r} is in use by a request in flight",
                 param="request_id",
             )
-        stream = self._streams[request_id] = OutputStream()
+        stream = self._streams[request_id] = OutputStream(on_ended)
         self._inbox.put(request)
         try:
             async for output in stream:
@@ -97,6 +99,7 @@ class InProcessEngine:
             if self._streams.get(request_id) is stream:  # not finished
                 del self._streams[request_id]
                 self._inbox.put(Abort([request_id]))
+                stream.close()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `Engine.abort`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
@@ -18,9 +19,11 @@ class OutputStream:
     lists.
     """
 
-    __slots__ = ("_ended", "_error", "_output", "_waiter")
+    __slots__ = ("_ended", "_error", "_on_ended", "_output", "_waiter")
 
-    def __init__(self) -> None:
+    def __init__(self, on_ended: Callable[[], None] | None = None) -> None:
+        """``on_ended`` is called once, when the stream gets its last output, fails or is closed."""
+        self._on_ended = on_ended
         self._output: RequestOutput | None = None
         self._error: JaxserveError | None = None
         self._ended = False
@@ -30,12 +33,21 @@ class OutputStream:
     def push(self, output: RequestOutput) -> None:
         """Appends an output and wakes the reader."""
         self._output = output if self._output is None else merged(self._output, output)
+        if output.finish_reason is not None:
+            self.close()
         self._wake()
 
     def fail(self, error: JaxserveError) -> None:
         """Ends the stream with an error. The reader gets the buffered output first."""
         self._error = error
+        self.close()
         self._wake()
+
+    def close(self) -> None:
+        """Says that the engine has nothing more to do for the request. Idempotent."""
+        on_ended, self._on_ended = self._on_ended, None
+        if on_ended is not None:
+            on_ended()
 
     def __aiter__(self) -> OutputStream:
         """Iterates over outputs until one has a finish reason."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Protocol
 
 from jaxserve.ipc.messages import Ready, RequestOutput, StepStats, Submit
@@ -24,7 +24,9 @@ class Engine(Protocol):
         """The latest state of each engine, by its index."""
         ...
 
-    def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
+    def generate(
+        self, request: Submit, *, on_ended: Callable[[], None] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Runs one request and yields its outputs.
 
         The request is sent when the caller asks for the first item. Exactly the last output has a
@@ -34,6 +36,9 @@ class Engine(Protocol):
         Args:
           request: its ID must not be that of a request in flight, or of one just aborted, whose
             outputs may still arrive.
+          on_ended: called once when the engine has nothing more to do for the request, because it
+            finished, failed or was aborted. A caller that is slow to read may not have read the
+            last output yet. Not called if the request was never sent.
 
         Raises:
           InvalidRequestError: the ID is in use.

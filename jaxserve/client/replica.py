@@ -99,13 +99,13 @@ class Replica:
         self._sender = sender
         self.ready.set_result(ready)
 
-    def submit(self, submit: Submit) -> OutputStream:
+    def submit(self, submit: Submit, stream: OutputStream) -> OutputStream:
         """Sends a request to the engine and returns the stream of its outputs."""
         assert self._sender is not None, "requests go to engines that are ready"
         # Does not fail if the engine has just died: `fail` then ends the stream.
         self._sender.send(submit)
         # After `send`, so that a request that cannot be encoded is not in flight.
-        stream = self.in_flight[submit.request_id] = OutputStream()
+        self.in_flight[submit.request_id] = stream
         self._num_sent += 1
         return stream
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack
 
 import msgspec
 
@@ -91,7 +92,9 @@ class ScriptedEngine:
             if request_id in self._running:
                 self._running[request_id].set()
 
-    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, request: Submit, *, on_ended: Callable[[], None] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """See `Engine.generate`."""
         self.check_health()
         self.submitted.append(request)
@@ -100,12 +103,16 @@ class ScriptedEngine:
         tokens, reason, stop_reason = self._output(request)
         scheduled_s = time.monotonic()
         finished = False
+        at_end = ExitStack()
+        if on_ended is not None:
+            at_end.callback(on_ended)
         try:
             if params.pooling is not None:
                 if await self._step_is_aborted(0, abort_event):
                     yield RequestOutput(request_id, [], FinishReason.ABORT)
                     return
                 finished = True
+                at_end.close()
                 vector = embedding_of(request.prompt_token_ids, params.pooling)
                 yield RequestOutput(
                     request_id, [], FinishReason.STOP, scheduled_s=scheduled_s, embedding=vector
@@ -117,6 +124,8 @@ class ScriptedEngine:
                     return
                 ids = tokens[start : start + self._tokens_per_output]
                 finished = start + len(ids) == len(tokens)
+                if finished:
+                    at_end.close()
                 logprobs = None
                 if params.logprobs is not None:
                     logprobs = [logprobs_of(i, params.logprobs) for i in ids]
@@ -131,6 +140,7 @@ class ScriptedEngine:
                     prompt_logprobs=_prompt_logprobs(request) if start == 0 else None,
                 )
         finally:
+            at_end.close()
             del self._running[request_id]
             if not finished:
                 self.aborted.append(request_id)

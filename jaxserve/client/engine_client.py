@@ -1,57 +1,42 @@
-"""Engines in processes: starts them, spreads requests over them, handles their events."""
+"""Spreads requests over engine processes, and moves them when an engine dies."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-import signal
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 
-import zmq.asyncio
+import msgspec
 
-from jaxserve.client.launcher import EngineProcess
+from jaxserve.client.balancer import Balancer
+from jaxserve.client.in_flight import InFlight
 from jaxserve.client.output_stream import OutputStream
-from jaxserve.client.replica import Balancer, Replica
+from jaxserve.client.recovery import RecoverySettings
+from jaxserve.client.replica import Observers, Replica, Silence
+from jaxserve.client.supervisor import Supervisor
 from jaxserve.config import EngineConfig
 from jaxserve.errors import (
-    CheckpointError,
-    ConfigError,
     EngineDeadError,
     InvalidRequestError,
     JaxserveError,
-    UnsupportedModelError,
+    RequestFailedError,
 )
-from jaxserve.ipc.launch import FACTORY, FAILED_EXIT_CODE, Launch
-from jaxserve.ipc.messages import (
-    EngineEvent,
-    EngineFailed,
-    FinishReason,
-    Progress,
-    Ready,
-    RequestOutput,
-    StepOutputs,
-    StepStats,
-    Submit,
-)
-from jaxserve.ipc.transport import EventReceiver, RequestSender, SocketFolder
+from jaxserve.ipc.launch import FACTORY
+from jaxserve.ipc.messages import Progress, Ready, RequestOutput, StepOutputs, StepStats, Submit
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_TIMEOUT_S = 5.0
-"""Seconds that an engine may take to exit after `Shutdown`: a step in flight has to end first."""
-
-EXIT_REASON_TIMEOUT_S = 2.0
-"""Seconds to wait for `EngineFailed` after a process has ended with `FAILED_EXIT_CODE`."""
-
-STARTUP_ERRORS: Mapping[str, type[JaxserveError]] = {
-    error.__name__: error for error in (ConfigError, CheckpointError, UnsupportedModelError)
-}
-"""The errors of a factory that `EngineClient.start` raises with their own type."""
+MAX_CRASHES = 2
+"""A request that may have been running in this many crashes is not tried again."""
 
 
 class EngineClient:
     """Implements `Engine` with one or more engine processes.
+
+    An engine that dies or hangs is restarted. Its requests continue on another engine if one can
+    serve, else on the first that is back. Until then they are parked.
 
     Call everything on the asyncio loop on which `start` was called.
 
@@ -60,17 +45,35 @@ class EngineClient:
         for metrics. It must not keep the outputs. Exceptions that it raises are logged.
     """
 
-    def __init__(self, *, stuck_after_s: float = 60.0) -> None:
-        """Creates the sockets only. Use `start`, which also launches the engines."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        factory: str,
+        recovery: RecoverySettings,
+        *,
+        on_progress: Callable[[Progress], None],
+        stuck_after_s: float,
+        waits_for_engines: bool,
+    ) -> None:
+        """Creates a folder for sockets only. Use `start`, which also starts the engines."""
         self.on_outputs: Callable[[StepOutputs], None] | None = None
-        self._stuck_after_s = stuck_after_s
+        self._waits_for_engines = waits_for_engines
+        self._in_order = config.scheduler.policy == "fcfs"
         self._balancer = Balancer()
-        self._replicas: list[Replica] = []
+        self._parked: dict[str, InFlight] = {}  # oldest first
         self._request_ended = asyncio.Event()
-        self._folder = SocketFolder()
-        self._context = zmq.asyncio.Context()
-        self._events = EventReceiver(self._context, self._folder.events)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._supervisor = Supervisor(
+            config,
+            factory,
+            recovery,
+            Observers(self._observe, on_progress),
+            Silence(min(stuck_after_s, recovery.engine_timeout), recovery.engine_timeout),
+            on_ready=self._place_parked,
+            on_death=self._move_requests,
+        )
+        self._supervisor.gone.add_done_callback(lambda gone: self._fail_all(gone.result()))
+        self._replicas = self._supervisor.replicas
+        self._readies: list[Ready] = []
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -79,25 +82,38 @@ class EngineClient:
         config: EngineConfig,
         *,
         factory: str = FACTORY,
+        recovery: RecoverySettings | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         stuck_after_s: float = 60.0,
+        waits_for_engines: bool = False,
     ) -> EngineClient:
         """Launches ``config.parallel.data_parallel_size`` engines and waits until all can serve.
 
         Args:
           config: the settings of every engine.
           factory: builds an engine in its process, as ``module:function``.
-          on_progress: called with every progress report of the start-up.
-          stuck_after_s: `check_health` fails if an engine sends nothing for this many seconds.
+          recovery: how often engines are restarted, and when. None: the defaults.
+          on_progress: called with every progress report of a start-up.
+          stuck_after_s: an engine that sends nothing for this many seconds gets no new requests and
+            is not healthy. At most ``recovery.engine_timeout``, after which it is killed.
+          waits_for_engines: what happens to a new request while no engine can serve and one is
+            being restarted: it waits; or, if false, it is refused with EngineDeadError.
 
         Raises:
           ConfigError, CheckpointError, UnsupportedModelError: the factory raised it; the user can
             fix the cause.
           EngineDeadError: an engine failed or died. Its traceback, if it sent one, is in the log.
         """
-        client = cls(stuck_after_s=stuck_after_s)
+        client = cls(
+            config,
+            factory,
+            recovery or RecoverySettings(),
+            on_progress=on_progress or (lambda _: None),
+            stuck_after_s=stuck_after_s,
+            waits_for_engines=waits_for_engines,
+        )
         try:
-            await client._launch(config, factory, on_progress)
+            client._readies = await client._supervisor.start()
         except BaseException:
             await client.close()
             raise
@@ -105,47 +121,60 @@ class EngineClient:
 
     @property
     def engines(self) -> Mapping[int, Ready]:
-        """The resolved settings of each engine, by its index."""
-        return {i: replica.ready.result() for i, replica in enumerate(self._replicas)}
+        """The resolved settings with which each engine started first, by its index."""
+        return {ready.engine: ready for ready in self._readies}
 
     @property
     def ready(self) -> Ready:
-        """The resolved settings of the first engine."""
-        return self._replicas[0].ready.result()
+        """The settings of the first engine, with the smallest sizes of all engines."""
+        sizes = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
+        smallest = {name: min(getattr(ready, name) for ready in self._readies) for name in sizes}
+        return msgspec.structs.replace(self._readies[0], **smallest)
+
+    @property
+    def gone(self) -> asyncio.Future[EngineDeadError]:
+        """Done, with the reason, when no engine is left and none will be restarted."""
+        return self._supervisor.gone
 
     @property
     def stats(self) -> Mapping[int, StepStats]:
         """The latest state of each engine, by its index. A dead engine has no requests."""
-        return {i: replica.stats for i, replica in enumerate(self._replicas)}
+        return {replica.engine: replica.stats for replica in self._replicas}
 
     @property
     def num_in_flight(self) -> int:
-        """Number of requests in flight on all engines."""
-        return sum(len(replica.in_flight) for replica in self._replicas)
+        """Number of requests in flight, parked ones included."""
+        return sum(map(len, self._in_flight()))
 
     async def generate(
         self, request: Submit, *, on_ended: Callable[[], None] | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `Engine.generate`. Sends the request to the engine with the lowest load score."""
-        replica = self._pick(request.request_id)
-        stream = replica.submit(request, OutputStream(on_ended))
+
+        def ended() -> None:
+            self._request_ended.set()
+            if on_ended is not None:
+                on_ended()
+
+        in_flight = InFlight(request, OutputStream(ended))
+        self._accept(in_flight)
         try:
-            async for output in stream:
+            async for output in in_flight.stream:
                 yield output
         finally:
-            if replica.in_flight.get(request.request_id) is stream:
-                replica.abort([request.request_id])
-                stream.close()
+            if not in_flight.stream.is_closed:  # the reader left before the end
+                self._take([in_flight.id])
+                in_flight.stream.close()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `Engine.abort`."""
-        for replica in self._replicas:
-            _abort(replica, [i for i in request_ids if i in replica.in_flight])
+        for request in self._take(request_ids):
+            request.abort()
 
     def check_health(self) -> None:
-        """Raises EngineDeadError if an engine is dead or stuck."""
+        """Raises EngineDeadError unless every engine can serve."""
         for replica in self._replicas:
-            replica.check_health(stuck_after_s=self._stuck_after_s)
+            replica.check_health()
 
     async def drain(self, timeout_s: float) -> None:
         """Waits until no request is in flight, at most ``timeout_s`` seconds; aborts the rest.
@@ -158,8 +187,7 @@ class EngineClient:
                 while self.num_in_flight:
                     self._request_ended.clear()
                     await self._request_ended.wait()
-        for replica in self._replicas:
-            _abort(replica, list(replica.in_flight))
+        self.abort(list(itertools.chain(*self._in_flight())))
 
     async def close(self) -> None:
         """Stops the engines and removes the sockets. Requests in flight fail with EngineDeadError.
@@ -172,128 +200,86 @@ class EngineClient:
 
     async def _close(self) -> None:
         error = EngineDeadError("the engines have been shut down")
-        await asyncio.gather(
-            *(replica.stop(error, timeout_s=SHUTDOWN_TIMEOUT_S) for replica in self._replicas)
-        )
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._events.close()
-        self._context.term()
-        self._folder.remove()
+        self._fail_all(error)
+        await self._supervisor.stop(error)
+        self._fail_all(error)
 
-    async def _launch(
-        self,
-        config: EngineConfig,
-        factory: str,
-        on_progress: Callable[[Progress], None] | None,
-    ) -> None:
-        for engine in range(config.parallel.data_parallel_size):
-            launch = Launch(
-                engine=engine,
-                factory=factory,
-                requests_address=self._folder.requests(engine),
-                events_address=self._folder.events,
-                config=config,
-                log_level=logger.getEffectiveLevel(),
-            )
-            self._replicas.append(Replica(EngineProcess(launch), self._request_ended))
-        self._tasks = [asyncio.create_task(self._watch(replica)) for replica in self._replicas]
-        self._tasks.append(asyncio.create_task(self._listen(on_progress)))
-        await asyncio.gather(*(replica.ready for replica in self._replicas))
+    def _in_flight(self) -> tuple[dict[str, InFlight], ...]:
+        """Returns the requests in flight in each place where they can be."""
+        return (self._parked, *(replica.requests for replica in self._replicas))
 
-    def _pick(self, request_id: str) -> Replica:
-        alive = {i: r for i, r in enumerate(self._replicas) if r.error is None}
-        if not alive:
-            raise EngineDeadError(str(self._replicas[0].error))
-        if any(request_id in replica.in_flight for replica in alive.values()):
+    def _accept(self, request: InFlight) -> None:
+        """Sends a new request to an engine.
+
+        Raises:
+          InvalidRequestError: its ID is in use.
+          EngineDeadError: no engine can serve.
+        """
+        if any(request.id in requests for requests in self._in_flight()):
             raise InvalidRequestError(
-                f"the request ID {request_id!r} is in use by a request in flight",
+                f"the request ID {request.id!r} is in use by a request in flight",
                 param="request_id",
             )
-        return alive[self._balancer.pick({i: replica.load for i, replica in alive.items()})]
-
-    async def _watch(self, replica: Replica) -> None:
-        """Marks a replica as dead when its process ends, for whatever reason."""
-        exit_code = await replica.process.wait()
-        if exit_code == FAILED_EXIT_CODE:  # EngineFailed may still be in the socket
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(replica.failed.wait(), EXIT_REASON_TIMEOUT_S)
-        self._on_engine_death(replica, EngineDeadError(_exit_message(replica, exit_code)))
-
-    async def _listen(self, on_progress: Callable[[Progress], None] | None) -> None:
-        """Handles the events of all engines, for as long as the client lives."""
-        try:
-            while True:
-                # Takes all queued events at once, so that a slow reader gets one merged output.
-                for event in await self._events.receive():
-                    self._handle_event(event, on_progress)
-                # Lets the readers run even if the next event has already arrived.
-                await asyncio.sleep(0)
-        except Exception as error:
-            # Without this task, no output arrives any more: fail all requests instead of hanging.
-            logger.exception("the engine client failed")
-            for replica in self._replicas:
-                replica.fail(EngineDeadError(f"the engine client failed: {error}"))
-
-    def _handle_event(
-        self, event: EngineEvent, on_progress: Callable[[Progress], None] | None
-    ) -> None:
-        replica = self._replicas[event.engine]
-        if replica.error is not None:  # sent before the engine died or was stopped
+        if self._place(request):
             return
-        match event:
-            case StepOutputs():
-                self._observe(event)
-                replica.handle_outputs(event)
-            case Progress():
-                if on_progress is not None:
-                    on_progress(event)
-            case Ready():
-                address = self._folder.requests(event.engine)
-                replica.set_ready(event, RequestSender(self._context, address))
-            case EngineFailed():
-                if not event.is_user_error:
-                    logger.error("engine %d failed:\n%s", event.engine, event.traceback)
-                self._on_engine_death(replica, _reported_error(event))
+        is_closed = self._closing is not None or self.gone.done()
+        if is_closed or not self._waits_for_engines:
+            self.check_health()
+        self._parked[request.id] = request
+
+    def _place(self, request: InFlight) -> bool:
+        """Sends a request to the engine with the lowest load; returns False if none can serve."""
+        loads = {replica.engine: replica.load for replica in self._replicas if replica.can_serve}
+        if loads:
+            self._replicas[self._balancer.pick(loads)].submit(request)
+        return bool(loads)
+
+    def _place_parked(self) -> None:
+        for request in list(self._parked.values()):
+            if not self._place(request):
+                return
+            del self._parked[request.id]
+
+    def _move_requests(self, dead: Replica) -> None:
+        """Moves the requests of a dead engine, except those that may have killed two."""
+        suspects, requests = dead.suspects(in_order=self._in_order), list(dead.requests.values())
+        dead.requests.clear()
+        for request in requests:
+            request.num_crashes += request.id in suspects
+            if request.num_crashes >= MAX_CRASHES:
+                request.stream.fail(_crashed(request, dead.death.result().error))
+            elif not self._place(request):
+                self._parked[request.id] = request
+
+    def _take(self, request_ids: Iterable[str]) -> list[InFlight]:
+        """Takes requests away from the engines. Returns those that were in flight."""
+        ids = list(request_ids)
+        taken = [self._parked.pop(i) for i in ids if i in self._parked]
+        for replica in self._replicas:
+            own = [i for i in ids if i in replica.requests]
+            taken += [replica.requests[i] for i in own]
+            replica.abort(own)
+        return taken
+
+    def _fail_all(self, error: JaxserveError) -> None:
+        for requests in self._in_flight():
+            failing = list(requests.values())
+            requests.clear()
+            for request in failing:
+                request.stream.fail(error)
 
     def _observe(self, event: StepOutputs) -> None:
+        if self._parked:  # an engine that was silent serves again
+            self._place_parked()
         if self.on_outputs is not None:
             try:
                 self.on_outputs(event)
             except Exception:
                 logger.exception("the on_outputs callback failed")
 
-    def _on_engine_death(self, replica: Replica, error: JaxserveError) -> None:
-        """Fails the requests of an engine that ended although nobody stopped it."""
-        if replica.error is None:
-            if replica.ready.done():
-                logger.error("%s; failed requests in flight: %d", error, len(replica.in_flight))
-            replica.fail(error)
 
-
-def _abort(replica: Replica, request_ids: list[str]) -> None:
-    """Aborts requests, and ends their streams with reason ABORT."""
-    if not request_ids:
-        return
-    streams = {i: replica.in_flight[i] for i in request_ids}
-    replica.abort(request_ids)
-    for request_id, stream in streams.items():
-        stream.push(RequestOutput(request_id, [], FinishReason.ABORT))
-
-
-def _reported_error(failed: EngineFailed) -> JaxserveError:
-    """Returns the error that an engine reported, with its original type if a user can fix it."""
-    if not failed.is_user_error:
-        return EngineDeadError(f"engine {failed.engine} failed: {failed.message}")
-    return STARTUP_ERRORS.get(failed.error_type, JaxserveError)(failed.message)
-
-
-def _exit_message(replica: Replica, exit_code: int) -> str:
-    """Describes the end of an engine process that reported no error."""
-    engine = f"engine {replica.process.engine} (pid {replica.process.pid})"
-    if exit_code >= 0:
-        return f"{engine} ended with exit code {exit_code}"
-    name = signal.Signals(-exit_code).name
-    hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
-    return f"{engine} was killed by {name}{hint}"
+def _crashed(request: InFlight, reason: JaxserveError) -> RequestFailedError:
+    return RequestFailedError(
+        f"the engine failed {request.num_crashes} times while it was running this request; the "
+        f"last reason: {reason}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -18,10 +19,15 @@ from jaxserve.device import NVIDIA_DRIVER
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.launch import Launch
 
+logger = logging.getLogger(__name__)
+
 STDERR = 2
 
 STDIN_CLOSED_TIMEOUT_S = 3.0
 """Seconds that a process may take to exit after its standard input was closed."""
+
+KILL_TIMEOUT_S = 10.0
+"""Seconds that a killed process may take to end: a call of a driver may have to return first."""
 
 ENVIRONMENT = {
     # Show only errors of XLA's C++ code: its warnings are about its own tuning.
@@ -95,6 +101,12 @@ class EngineProcess:
             if not await self._ends_within(STDIN_CLOSED_TIMEOUT_S):
                 self._process.kill()
         return await self.wait()
+
+    async def kill(self) -> None:
+        """Kills the process, whatever it is doing, and waits until the kernel has ended it."""
+        self._process.kill()
+        if not await self._ends_within(KILL_TIMEOUT_S):
+            logger.error("engine %d (pid %d) cannot be killed", self.engine, self.pid)
 
     def close_stdin(self) -> None:
         """Closes the standard input of the process. Idempotent."""

@@ -17,12 +17,16 @@ class OutputStream:
     So a slow reader gets more tokens at once, and no queue grows. One task reads. Writer and reader
     run on the same event loop. The stream owns the outputs that are pushed, and may change their
     lists.
+
+    Attributes:
+      is_closed: whether the engine has nothing more to do for the request.
     """
 
-    __slots__ = ("_ended", "_error", "_on_ended", "_output", "_waiter")
+    __slots__ = ("_ended", "_error", "_on_ended", "_output", "_waiter", "is_closed")
 
     def __init__(self, on_ended: Callable[[], None] | None = None) -> None:
         """``on_ended`` is called once, when the stream gets its last output, fails or is closed."""
+        self.is_closed = False
         self._on_ended = on_ended
         self._output: RequestOutput | None = None
         self._error: JaxserveError | None = None
@@ -45,9 +49,10 @@ class OutputStream:
 
     def close(self) -> None:
         """Says that the engine has nothing more to do for the request. Idempotent."""
-        on_ended, self._on_ended = self._on_ended, None
-        if on_ended is not None:
-            on_ended()
+        if not self.is_closed:
+            self.is_closed = True
+            if self._on_ended is not None:
+                self._on_ended()
 
     def __aiter__(self) -> OutputStream:
         """Iterates over outputs until one has a finish reason."""

@@ -87,6 +87,11 @@ class Scheduler:
         """Whether a request is waiting or running."""
         return bool(self._requests)
 
+    @property
+    def running_ids(self) -> tuple[str, ...]:
+        """The IDs of the running requests."""
+        return tuple(request.id for request in self._running)
+
     def stats(self) -> StepStats:
         """Returns counts of requests, blocks and tokens. `EngineCore.stats` adds the rest."""
         return StepStats(

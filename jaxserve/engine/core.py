@@ -81,6 +81,11 @@ class EngineCore:
         """Whether `step` has anything to do."""
         return bool(self._in_flight or self._refused or self._scheduler.has_work or self._compiling)
 
+    @property
+    def running_ids(self) -> tuple[str, ...]:
+        """The IDs of the running requests."""
+        return self._scheduler.running_ids
+
     def add(self, submit: Submit) -> None:
         """Queues a request. If it cannot be served, the next `step` ends it with an error.
 

@@ -156,15 +156,18 @@ def serve(launch: Launch) -> int:
     sender = EventSender(context, launch.events_address)
     output = _start_thread("output", _send_events, outbox, sender)
     _start_thread("input", _receive_requests, receiver, inbox)
+    core: EngineCore | None = None
     try:
         built = load_factory(launch.factory)(launch.config, launch.engine, outbox.put)
+        core = built.core
         # Weights and programs live as long as the process: exempt them from garbage collection.
         gc.freeze()
         outbox.put(built.ready)
-        EngineLoop(launch.engine, built.core, inbox, outbox.put).run()
+        EngineLoop(launch.engine, core, inbox, outbox.put).run()
         return 0
     except Exception as error:
-        outbox.put(failure(launch.engine, error))
+        running_ids = () if core is None else core.running_ids
+        outbox.put(failure(launch.engine, error, running_ids))
         return FAILED_EXIT_CODE
     finally:
         outbox.put(None)
@@ -179,8 +182,11 @@ def load_factory(name: str) -> Callable[..., BuiltEngine]:
     return getattr(importlib.import_module(module), function)
 
 
-def failure(engine: int, error: Exception) -> EngineFailed:
-    """Returns the event that reports an exception to the front."""
+def failure(engine: int, error: Exception, running_ids: tuple[str, ...]) -> EngineFailed:
+    """Returns the event that reports an exception to the front.
+
+    ``running_ids``: the requests that were running.
+    """
     is_user_error = isinstance(error, JaxserveError)
     kind = type(error).__name__
     return EngineFailed(
@@ -189,6 +195,7 @@ def failure(engine: int, error: Exception) -> EngineFailed:
         traceback="".join(traceback.format_exception(error)),
         is_user_error=is_user_error,
         error_type=kind,
+        running_ids=running_ids,
     )
 
 

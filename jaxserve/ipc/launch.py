@@ -22,7 +22,7 @@ class Launch(msgspec.Struct, frozen=True):
       engine: index of the engine among the replicas.
       factory: builds the engine, as ``module:function``; see `engine.factory.build`.
       requests_address: the socket that the engine binds to receive requests.
-      events_address: the socket of the front that receives the events of all engines.
+      events_address: the socket of the front that receives the events of the engine.
       config: the settings of the engine.
       log_level: the level of `logging` from which the engine logs; that of the front.
     """

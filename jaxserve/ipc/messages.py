@@ -215,6 +215,7 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True, g
       traceback: the formatted traceback, for the log.
       is_user_error: whether a user can fix the cause, so that ``message`` is enough.
       error_type: class name of the exception.
+      running_ids: the requests that were running.
     """
 
     engine: int
@@ -222,6 +223,7 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True, g
     traceback: str
     is_user_error: bool
     error_type: str = ""
+    running_ids: tuple[str, ...] = ()
 
 
 EngineRequest = Submit | Abort | Shutdown

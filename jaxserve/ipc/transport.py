@@ -2,8 +2,8 @@
 
     front                                            engine i
     RequestSender   ── requests-i: Submit, Abort ──>  RequestReceiver   binds
-    EventReceiver   <── events: StepOutputs ... ────  EventSender
-     binds, one for all engines
+    EventReceiver   <── events-i: StepOutputs ... ──  EventSender
+     binds
 
 The sockets of the engine block and have one thread each. Those of the front belong to an asyncio
 loop. The queues have no limit of their own: the admission limit of the front bounds them.
@@ -55,14 +55,13 @@ class SocketFolder:
             os.rmdir(self.path)
             self.path = tempfile.mkdtemp(prefix="jaxserve-", dir="/tmp")
 
-    @property
-    def events(self) -> str:
-        """The address that the front binds and every engine connects to."""
-        return f"ipc://{self.path}/events"
+    def events(self, process: int) -> str:
+        """The address that the front binds and an engine process connects to."""
+        return f"ipc://{self.path}/events-{process}"
 
-    def requests(self, engine: int) -> str:
-        """The address that one engine binds and the front connects to."""
-        return f"ipc://{self.path}/requests-{engine}"
+    def requests(self, process: int) -> str:
+        """The address that an engine process binds and the front connects to."""
+        return f"ipc://{self.path}/requests-{process}"
 
     def remove(self) -> None:
         """Removes the folder and its contents. Idempotent."""
@@ -90,7 +89,7 @@ class RequestSender:
 
 
 class EventReceiver:
-    """Receives the events of all engines in the front."""
+    """Receives the events of one engine in the front."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
         self._socket = context.socket(zmq.PULL)

@@ -22,12 +22,14 @@ class FakeModel:
       eos_after: a request with an end token samples it as output token number ``eos_after``,
         counted from 1. If None, it samples the end token only where the hash equals it.
       fail_on_step: this call of `FakeRunner.execute`, counted from 1, raises.
+      fail_on_token: every call with a request that has this token in its prompt raises.
     """
 
     vocab_size: int = 1000
     step_s: float = 0.0
     eos_after: int | None = None
     fail_on_step: int | None = None
+    fail_on_token: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> FakeModel:
@@ -49,6 +51,7 @@ class FakeModel:
                 "vocab": "vocab_size",
                 "eos_after": "eos_after",
                 "fail_on_step": "fail_on_step",
+                "fail_on_token": "fail_on_token",
             }
             numbers = {known[name]: int(value) for name, value in values.items()}
         except (ValueError, KeyError) as error:

@@ -70,9 +70,14 @@ class FakeRunner:
         """Runs a step.
 
         Raises:
-          RuntimeError: this is the step ``FakeModel.fail_on_step``.
+          RuntimeError: this is the step ``FakeModel.fail_on_step``, or a request has the token
+            ``FakeModel.fail_on_token``.
         """
-        if next(self._calls) == self._model.fail_on_step:
+        bad_token = self._model.fail_on_token
+        is_bad = bad_token is not None and any(
+            bad_token in s.known_token_ids for s in plan.scheduled
+        )
+        if is_bad or next(self._calls) == self._model.fail_on_step:
             raise RuntimeError("the fake runner was asked to fail on this step")
         assert plan.step_id > self._last_step_id, "steps run in order"
         self._last_step_id = plan.step_id

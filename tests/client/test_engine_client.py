@@ -1,7 +1,6 @@
 """The client of the engine processes: streams, failures, draining and closing."""
 
 import asyncio
-import contextlib
 import os
 
 import pytest
@@ -12,67 +11,17 @@ from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.testing.fake_model import FakeModel, expected_tokens
+from jaxserve.testing.engine_calls import (
+    ENDLESS,
+    SLOW,
+    collect,
+    expect,
+    generate,
+    is_healthy,
+    requests_held,
+    start_streams,
+)
 from jaxserve.testing.waiting import until
-
-ENDLESS = SamplingParams(max_tokens=1000, seed=0)
-SLOW = "fake:step_s=0.01"
-TIMEOUT_S = 30  # for waits that only a defect makes this long
-
-
-def generate(client, prompt=(1, 2, 3), params=ENDLESS, request_id="a", **options):
-    return contextlib.aclosing(client.generate(Submit(request_id, list(prompt), params, **options)))
-
-
-async def collect(client, prompt=(1, 2, 3), params=ENDLESS, request_id="a", **options):
-    tokens = []
-    async with (
-        asyncio.timeout(TIMEOUT_S),
-        generate(client, prompt, params, request_id, **options) as outputs,
-    ):
-        async for output in outputs:
-            tokens += output.token_ids
-    return tokens
-
-
-def expect(client, prompt, params):
-    return expected_tokens(prompt, params, FakeModel(), context_length=client.ready.max_model_len)
-
-
-def requests_held(client):
-    return [(s.num_running + s.num_waiting) for s in client.stats.values()]
-
-
-def is_healthy(client):
-    with contextlib.suppress(EngineDeadError):
-        client.check_health()
-        return True
-    return False
-
-
-async def start_streams(client, number, params=ENDLESS):
-    """Returns tasks that read streams to their end. All streams have begun."""
-    begun = asyncio.Semaphore(0)
-
-    async def read(request_id):
-        tokens = []
-        try:
-            async with (
-                asyncio.timeout(TIMEOUT_S),
-                generate(client, params=params, request_id=request_id) as outputs,
-            ):
-                async for output in outputs:
-                    tokens += output.token_ids
-                    begun.release()
-        finally:
-            begun.release()
-        return tokens
-
-    tasks = []
-    for i in range(number):
-        tasks.append(asyncio.create_task(read(f"stream {i}")))
-        await begun.acquire()
-    return tasks
 
 
 async def test_concurrent_streams_get_the_same_tokens_as_alone(start):
@@ -178,44 +127,6 @@ async def test_rejects_an_id_in_use(start):
     assert completion == expect(client, (1, 2, 3), params)
 
 
-async def test_a_killed_engine_fails_its_own_requests_only(start, engines, caplog):
-    client = await start("fake:step_s=0.004", num_engines=2)
-    params = SamplingParams(max_tokens=500, seed=4)
-    first, second = engines()
-    streams = await start_streams(client, 4, params)
-    assert is_healthy(client)
-    first.kill()
-    results = await asyncio.gather(*streams, return_exceptions=True)
-    dead = [r for r in results if isinstance(r, EngineDeadError)]
-    assert len(dead) == 2
-    assert "engine 0" in str(dead[0])
-    assert "SIGKILL" in str(dead[0])
-    assert [r for r in results if r not in dead] == [expect(client, (1, 2, 3), params)] * 2
-    with pytest.raises(EngineDeadError, match="SIGKILL"):
-        client.check_health()
-    assert "failed requests in flight: 2" in caplog.text
-    assert client.stats[0].num_running == 0
-    # The other engine serves new requests.
-    short = SamplingParams(max_tokens=5, seed=4)
-    for _ in range(3):
-        assert await collect(client, params=short) == expect(client, (1, 2, 3), short)
-    last = asyncio.create_task(collect(client))
-    second.kill()
-    with pytest.raises(EngineDeadError, match="engine 1"):
-        await last
-    with pytest.raises(EngineDeadError, match="SIGKILL"):
-        await collect(client)
-
-
-async def test_a_failed_step_is_reported_with_its_cause(start, caplog):
-    client = await start("fake:fail_on_step=3")
-    with pytest.raises(EngineDeadError, match="RuntimeError: the fake runner was asked to fail"):
-        await collect(client)
-    with pytest.raises(EngineDeadError, match="RuntimeError: the fake runner was asked to fail"):
-        client.check_health()
-    assert "Traceback" in caplog.text
-
-
 async def test_health_fails_if_an_engine_with_requests_is_stuck(start, engines):
     client = await start(SLOW, stuck_after_s=0.5)
     (engine,) = engines()
@@ -278,7 +189,7 @@ async def test_close_fails_requests_in_flight_and_removes_processes_and_folder(s
     streams = await start_streams(client, 3)
     children = engines()
     assert len(children) == 2
-    folder = client._folder.path
+    folder = client._supervisor._folder.path
     assert os.path.isdir(folder)
     await asyncio.gather(client.close(), client.close())
     await client.close()

@@ -103,7 +103,7 @@ for level in ("debug", "info", "error"):
     getattr(logging.getLogger("jaxserve.engine"), level)(f"<{level}>")
     getattr(logging.getLogger("another.library"), level)(f"[{level}]")
 raise ConfigError("the end")"""
-    caplog.set_level(level, "jaxserve.client.engine_client")
+    caplog.set_level(level, "jaxserve.client.supervisor")
     with pytest.raises(ConfigError, match="the end"):
         await start(factory=factory(body))
     logged = capfd.readouterr().err

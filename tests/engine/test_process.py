@@ -23,10 +23,11 @@ FAKE = "jaxserve.testing.fake_engine:build"
 
 
 def test_failure_tells_user_errors_from_internal_errors():
-    event = failure(2, CheckpointError("no such file: x"))
+    event = failure(2, CheckpointError("no such file: x"), ())
     assert (event.engine, event.message) == (2, "no such file: x")
     assert (event.is_user_error, event.error_type) == (True, "CheckpointError")
-    event = failure(0, ZeroDivisionError("by zero"))
+    event = failure(0, ZeroDivisionError("by zero"), ("a", "b"))
+    assert event.running_ids == ("a", "b")
     assert (event.message, event.is_user_error) == ("ZeroDivisionError: by zero", False)
     assert "ZeroDivisionError: by zero" in event.traceback
 
@@ -193,7 +194,7 @@ async def test_an_engine_ignores_sigint_and_sigterm(client):
 
 async def test_an_engine_that_cannot_send_exits(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("jaxserve.client.engine_client.EXIT_REASON_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("jaxserve.client.replica.EXIT_REASON_TIMEOUT_S", 0.01)
     (tmp_path / "odd.py").write_text(
         "import time\ndef build(config, engine, on_progress):\n"
         "    on_progress(object())\n    time.sleep(60)\n"

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from jaxserve.client.replica import Balancer, Load
+from jaxserve.client.balancer import Balancer, Load
 
 
 def test_a_waiting_request_weighs_more_than_a_running_one():

@@ -10,6 +10,9 @@ from jaxserve.errors import ConfigError
 STABLE_S = 300.0
 """An engine that has served for this many seconds may use all its restarts again."""
 
+MIN_TIMEOUT_S = 3.0
+"""The smallest ``engine_timeout``, in seconds: idle engines send a heartbeat every second."""
+
 MAX_DELAY_S = 60.0
 """The longest wait before a restart, in seconds."""
 
@@ -35,8 +38,10 @@ class RecoverySettings:
     )
 
     def __post_init__(self) -> None:
-        if not self.engine_timeout > 0:
-            raise ConfigError(f"--engine-timeout must be more than 0, got {self.engine_timeout}")
+        if not self.engine_timeout >= MIN_TIMEOUT_S:
+            raise ConfigError(
+                f"--engine-timeout must be at least {MIN_TIMEOUT_S:.0f}, got {self.engine_timeout}"
+            )
         if self.max_engine_restarts < 0:
             raise ConfigError(
                 f"--max-engine-restarts must be at least 0, got {self.max_engine_restarts}"

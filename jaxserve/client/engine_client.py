@@ -157,19 +157,20 @@ class EngineClient:
         for replica in self._replicas:
             _abort(replica, list(replica.in_flight))
 
-    async def close(self) -> None:
+    async def close(self, *, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """Stops the engines and removes the sockets. Requests in flight fail with EngineDeadError.
 
-        Idempotent, even during another call. Cancelling the call does not stop the closing.
+        An engine that can serve has ``timeout_s`` seconds to end its step. Idempotent, even during
+        another call. Cancelling the call does not stop the closing.
         """
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
+            self._closing = asyncio.create_task(self._close(timeout_s))
         await asyncio.shield(self._closing)
 
-    async def _close(self) -> None:
+    async def _close(self, timeout_s: float) -> None:
         error = EngineDeadError("the engines have been shut down")
         await asyncio.gather(
-            *(replica.stop(error, timeout_s=SHUTDOWN_TIMEOUT_S) for replica in self._replicas)
+            *(replica.stop(error, timeout_s=timeout_s) for replica in self._replicas)
         )
         for task in self._tasks:
             task.cancel()

@@ -24,7 +24,7 @@ class StopSignals:
     """Handles the signals of this process while a server runs in its event loop.
 
     Use it as a context manager, on the main thread. When it exits, the process is about to end:
-    signals are blocked from then on, so that a late one changes neither the exit code nor the log.
+    signals are ignored from then on, so that a late one changes neither the exit code nor the log.
 
     Attributes:
       stop: set to the number of the first signal that stops the server.
@@ -33,21 +33,27 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self.stop: asyncio.Future[int] = loop.create_future()
         self.limited: asyncio.Future[None] = loop.create_future()
         self.at_once: asyncio.Future[None] = loop.create_future()
+        # Not `loop.add_signal_handler`: a loop that closes restores the default actions.
+        ignored_from_start = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        for number in STOPPING:
+            if number != signal.SIGHUP or not ignored_from_start:
+                signal.signal(number, self._on_signal)
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
-        for number in STOPPING:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(number, self._handle, number)
 
     def __enter__(self) -> StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self._loop.call_soon_threadsafe(self._handle, number)
 
     def _handle(self, number: int) -> None:
         if number != signal.SIGQUIT and not self.limited.done():

@@ -35,10 +35,12 @@ class StderrRelay:
 
     Attributes:
       is_terminal: whether the original output is a terminal.
+      num_lost: lines that were dropped and that the log does not count yet.
     """
 
     def __init__(self) -> None:
         self.is_terminal = os.isatty(STDERR)
+        self.num_lost = 0
         self._output = os.dup(STDERR)
         self._pipe, write_end = os.pipe()
         os.dup2(write_end, STDERR)
@@ -46,7 +48,7 @@ class StderrRelay:
         self._changed = threading.Condition()
         self._chunks: list[bytes] = []
         self._num_bytes = 0
-        self._num_lost = 0  # lines that were dropped after `_chunks`
+        self._num_dropped = 0  # lines that would have followed `_chunks`
         self._closing = False
         self._reader = threading.Thread(target=self._read, name="stderr-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="stderr-writer", daemon=True)
@@ -82,8 +84,8 @@ class StderrRelay:
         while data := os.read(self._pipe, READ_BYTES):
             with self._changed:
                 # In order: output that follows dropped output is dropped, too.
-                if self._num_lost or self._num_bytes + len(data) > MAX_BUFFERED_BYTES:
-                    self._num_lost += data.count(b"\n")
+                if self._num_dropped or self._num_bytes + len(data) > MAX_BUFFERED_BYTES:
+                    self._num_dropped += data.count(b"\n")
                 else:
                     self._chunks.append(data)
                     self._num_bytes += len(data)
@@ -91,21 +93,19 @@ class StderrRelay:
         os.close(self._pipe)
 
     def _write(self) -> None:
-        num_lost = 0
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._chunks or self._closing)
                 data = b"".join(self._chunks)
-                num_new_lost = self._num_lost
+                self.num_lost += self._num_dropped
                 self._chunks.clear()
-                self._num_bytes = self._num_lost = 0
+                self._num_bytes = self._num_dropped = 0
             if not data:
                 return
-            num_lost += num_new_lost
             if not self._put(data):
-                num_lost += data.count(b"\n")
-            elif num_lost and self._put(b"\n(%d lines of the log are lost)\n" % num_lost):
-                num_lost = 0
+                self.num_lost += data.count(b"\n")
+            elif self.num_lost and self._put(b"\n(%d lines of the log are lost)\n" % self.num_lost):
+                self.num_lost = 0
 
     def _put(self, data: bytes) -> bool:
         """Writes to the original output, however long it takes. Returns False if it cannot."""

@@ -41,7 +41,7 @@ MAX_EVENTS = 64
 """The most events that one `EventReceiver.receive` returns."""
 
 FOLDER_PREFIX = "jaxserve-f-"
-"""The names of the folders of fronts begin like this. It is short, as the path of a socket must be."""
+"""The beginning of the names of socket folders. It is short, as the path of a socket must be."""
 
 MAX_SOCKET_PATH = 107
 """The most bytes in the path of a Unix socket (``sun_path`` without its final zero)."""
@@ -62,7 +62,7 @@ class SocketFolder:
     def __init__(self) -> None:
         try:
             parent = tempfile.gettempdir()
-            longest = os.path.join(parent, FOLDER_PREFIX + 8 * "x", "requests-000000")
+            longest = os.path.join(parent, FOLDER_PREFIX + 8 * "x", "requests-9999")
             if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
                 parent = "/tmp"
             self.path, lock = _make_locked_folder(parent)

@@ -12,8 +12,11 @@ import sys
 from collections.abc import Sequence
 
 if __name__ == "__main__":
-    # Until a handler is installed, Ctrl-C ends the process at once and without a traceback.
+    # Until `server.signals` handles them, Ctrl-C ends the process at once and without a traceback,
+    # and these two do nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 import uvloop
 
@@ -22,24 +25,32 @@ from jaxserve.cli import add_engine_flags, add_flags, read_engine_config, read_f
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import JaxserveError
 from server.console import Console
-from server.run import Stopped, listen, serve
+from server.listen import listen
+from server.run import Stopped, serve
 from server.settings import ApiSettings, ServerSettings
+from server.stderr import StderrRelay, standard_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until a signal stops it. Returns the exit code."""
     args = make_parser().parse_args(argv)
-    console = Console(sys.stderr)
+    stderr = standard_streams()
+    with StderrRelay() as relay:
+        return run(args, Console(stderr, is_terminal=relay.is_terminal))
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Runs the server that the parsed flags describe. Returns the exit code."""
     try:
         settings = read_flags(args, ServerSettings)
         api = read_flags(args, ApiSettings)
         config = read_config(args)
         _set_up_logging(settings.log_level)
-        listener = listen(settings.host, settings.port)
+        listeners = listen(settings.host, settings.port)
         console.say(f"jaxserve {__version__}: starting {config.model.model}")
         _raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(listener, config, api, settings, console))
+            runner.run(serve(listeners, config, api, settings, console))
     except Stopped as stopped:
         console.say(f"stopped by {stopped} before the server was ready")
         return 128 + stopped.signal_number

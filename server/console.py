@@ -38,17 +38,24 @@ class Console:
 
     Args:
       out: the stream to print to.
+      is_terminal: whether the output is shown by a terminal; None asks ``out``.
       clock: returns seconds, like `time.monotonic`; replaced in tests.
 
     Attributes:
       phase: the name of the latest phase.
     """
 
-    def __init__(self, out: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        out: TextIO,
+        *,
+        is_terminal: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.phase = "starting"
         self._out = out
         self._clock = clock
-        self._is_terminal = out.isatty()
+        self._is_terminal = out.isatty() if is_terminal is None else is_terminal
         self._last_output_s = clock()
         self._started_s = clock()
         self._last_event_s = clock()

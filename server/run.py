@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import gc
-import ipaddress
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
 
-from jaxserve.client.engine_client import EngineClient
+from jaxserve.client.engine_client import SHUTDOWN_TIMEOUT_S, EngineClient
 from jaxserve.client.protocol import Engine
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
@@ -24,10 +25,14 @@ from jaxserve.front.text_engine import TextEngine
 from server.app import create_app
 from server.console import Console
 from server.http import HttpProtocol, HttpServer
+from server.listen import is_local, url_of
+from server.open_files import watch_open_files
 from server.settings import ApiSettings, ServerSettings
+from server.signals import StopSignals
 from server.state import ServerState
 from server.throughput import log_throughput
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 LAST_BYTES_TIMEOUT_S = 2
@@ -42,37 +47,14 @@ class Stopped(Exception):
         self.signal_number = signal_number
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens on an address. Raises ConfigError if it cannot."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {reason}; choose another with --host and --port"
-        ) from error
-    listener.setblocking(False)
-    return listener
-
-
-def is_local(listener: socket.socket) -> bool:
-    """Returns True if only this machine can reach the socket."""
-    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
-
-
 async def serve(
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     config: EngineConfig,
     api: ApiSettings,
     settings: ServerSettings,
     console: Console,
 ) -> None:
-    """Serves until a SIGINT or SIGTERM; a second one aborts the requests in flight.
+    """Serves until a signal stops it; see `server.signals`. Then the process should exit.
 
     Raises:
       Stopped: a signal arrived before the server was ready.
@@ -80,28 +62,31 @@ async def serve(
     """
     state = ServerState()
     state.config = config
-    stop, hurry = _signals()
-    http = http_server(create_app(state, api, is_local=is_local(listener)), settings)
-    serving = asyncio.create_task(http.serve(sockets=[listener]))
-    client: EngineClient | None = None
-    try:
-        with console.talking():
-            text_engine, client = await _unless_stopped(
-                stop, _start(config, api, settings, console, state)
-            )
-        state.text_engine = text_engine
-        _announce(console, text_engine, listener, api)
-        with _throughput_lines(client, settings.log_stats_interval):
-            await asyncio.wait({stop, serving}, return_when=asyncio.FIRST_COMPLETED)
-        console.say(f"Stopping; completions in flight: {text_engine.num_in_flight}")
-        state.draining = True
-        await _drain(client, settings.shutdown_timeout, hurry)
-    finally:
-        state.draining = True
-        http.should_exit = True
-        await serving
-        if client is not None:
-            await client.close()
+    http = http_server(create_app(state, api, is_local=is_local(listeners)), settings)
+    with StopSignals() as signals, _background(watch_open_files()):
+        serving = asyncio.create_task(http.serve(sockets=list(listeners)))
+        client: EngineClient | None = None
+        try:
+            with console.talking():
+                text_engine, client = await _unless_stopped(
+                    signals.stop, _start(config, api, settings, console, state)
+                )
+            state.text_engine = text_engine
+            _announce(console, text_engine, listeners, settings.host, api)
+            with _throughput_lines(client, settings.log_stats_interval):
+                await asyncio.wait({signals.stop, serving}, return_when=asyncio.FIRST_COMPLETED)
+            state.draining = True
+            console.say(f"Stopping; completions in flight: {text_engine.num_in_flight}")
+            await _replied(http, settings.shutdown_timeout, signals)
+            state.aborting = True
+            await client.drain(0)
+        finally:
+            state.draining = True
+            http.should_exit = True
+            await serving
+            if client is not None:
+                in_a_hurry = signals.at_once.done()
+                await client.close(timeout_s=0 if in_a_hurry else SHUTDOWN_TIMEOUT_S)
 
 
 async def _start(
@@ -122,7 +107,7 @@ async def _start(
         EngineClient.start(config, factory=settings.engine_factory, on_progress=on_progress)
     )
     try:
-        files = await asyncio.to_thread(ModelFiles.open, config.model)
+        files = await _in_daemon_thread(ModelFiles.open, config.model)
         client = await starting
     except BaseException:
         starting.cancel()
@@ -162,47 +147,65 @@ async def _unless_stopped(stop: asyncio.Future[int], work: Coroutine[Any, Any, T
     """Returns the result of ``work``. Cancels it and raises Stopped if a signal comes first."""
     task = asyncio.create_task(work)
     await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
+    # If both are done, the signal may be the reason why the work failed.
+    if task.done() and (task.exception() is None or not stop.done()):
         return task.result()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     raise Stopped(stop.result())
 
 
-def _signals() -> tuple[asyncio.Future[int], asyncio.Future[int]]:
-    """Returns futures that the first and the second SIGINT or SIGTERM set to the signal number."""
-    loop = asyncio.get_running_loop()
-    first, second = loop.create_future(), loop.create_future()
+async def _in_daemon_thread(function: Callable[[A], T], argument: A) -> T:
+    """Returns the result of a function that may take minutes, such as a download.
 
-    def handle(number: int) -> None:
-        waiting = next((f for f in (first, second) if not f.done()), None)
-        if waiting is not None:
-            waiting.set_result(number)
+    Unlike `asyncio.to_thread`, it does not keep a process alive that is told to stop.
+    """
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, handle, number)
-    return first, second
+    def run() -> None:
+        try:
+            result.set_result(function(argument))
+        except BaseException as error:
+            result.set_exception(error)
+
+    result.set_running_or_notify_cancel()
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(result)
+
+
+def _throughput_lines(
+    client: EngineClient, interval_s: float
+) -> contextlib.AbstractContextManager[None]:
+    if interval_s <= 0:
+        return contextlib.nullcontext()
+    return _background(log_throughput(client, interval_s=interval_s))
 
 
 @contextlib.contextmanager
-def _throughput_lines(client: EngineClient, interval_s: float) -> Iterator[None]:
-    if interval_s <= 0:
-        yield
-        return
-    task = asyncio.create_task(log_throughput(client, interval_s=interval_s))
+def _background(work: Coroutine[Any, Any, None]) -> Iterator[None]:
+    """Runs ``work`` while the block runs."""
+    task = asyncio.create_task(work)
     try:
         yield
     finally:
         task.cancel()
 
 
-async def _drain(client: EngineClient, timeout_s: float, hurry: asyncio.Future[int]) -> None:
-    """Waits for requests to finish until the timeout or until ``hurry`` is set; aborts the rest."""
-    draining = asyncio.create_task(client.drain(timeout_s))
-    await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
-    if not draining.done():
-        draining.cancel()
-        await client.drain(0)
+async def _replied(http: HttpServer, timeout_s: float, signals: StopSignals) -> None:
+    """Waits until the requests that have arrived have their replies, or no longer may take time.
+
+    New requests must be refused by now. ``timeout_s`` begins when ``signals.limited`` is set.
+    """
+    replies = set(http.server_state.tasks)
+    if not replies:
+        return
+    replied = asyncio.create_task(asyncio.wait(replies))
+    if signals.stop.done():
+        await asyncio.wait({replied, signals.limited}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(
+        {replied, signals.at_once}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+    )
+    replied.cancel()
 
 
 def http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
@@ -224,21 +227,21 @@ def http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
 
 
 def _announce(
-    console: Console, text_engine: TextEngine, listener: socket.socket, api: ApiSettings
+    console: Console,
+    text_engine: TextEngine,
+    listeners: Sequence[socket.socket],
+    host: str,
+    api: ApiSettings,
 ) -> None:
     """Prints the resolved settings, a warning if access is open, and the URL."""
-    host, port = listener.getsockname()[:2]
     sampling, source = text_engine.model.defaults.describe()
     console.decisions([*text_engine.engine.ready.decisions, ("sampling", sampling, source)])
-    if not is_local(listener) and not api.api_key:
+    if not is_local(listeners) and not api.api_key:
         console.say(
             "  WARNING: anyone who can reach this machine can use the server; see --api-key"
         )
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)
-    if reachable is None:
-        reachable = f"[{host}]" if ":" in host else host
     console.ready(
-        url=f"http://{reachable}:{port}/v1",
+        url=f"{url_of(listeners, host)}/v1",
         model=text_engine.model.name,
         context=text_engine.model.max_model_len,
         is_chat=text_engine.model.chat_template is not None,

@@ -20,6 +20,7 @@ class ServerState:
       text_engine: serves requests; None until the engines have started.
       phase: the current phase of the start, for messages.
       draining: requests in flight finish, new ones are refused.
+      aborting: requests in flight have been aborted, because the server stops.
       created: Unix time of the start, in seconds.
       config: the settings of the engines, shown by /server_info.
     """
@@ -28,6 +29,7 @@ class ServerState:
         self.text_engine = text_engine
         self.phase = "starting"
         self.draining = False
+        self.aborting = False
         self.created = int(time.time())
         self.config: EngineConfig | None = None
 
@@ -38,6 +40,11 @@ class ServerState:
         if self.text_engine is None:
             raise UnavailableError(f"the server is starting ({self.phase}); try again later")
         return self.text_engine
+
+    def check_whole(self) -> None:
+        """Raises UnavailableError if a reply that is ready may have been cut by the shutdown."""
+        if self.aborting:
+            raise UnavailableError("the server has shut down before the reply was complete")
 
     def check_health(self) -> None:
         """Raises UnavailableError or EngineDeadError unless every engine can serve."""

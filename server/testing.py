@@ -17,7 +17,8 @@ from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import Progress
 from server.__main__ import make_parser, read_config
 from server.app import create_app
-from server.run import http_server, is_local, listen, make_text_engine, read_template
+from server.listen import is_local, listen, url_of
+from server.run import http_server, make_text_engine, read_template
 from server.settings import ApiSettings, ServerSettings
 from server.state import ServerState
 
@@ -74,11 +75,11 @@ class ServerThread:
             raise
         state = ServerState(self.text_engine)
         state.config = config
-        listener = listen(self._settings.host, self._settings.port)
-        self.url = f"http://{self._settings.host}:{listener.getsockname()[1]}"
-        app = create_app(state, self._api, is_local=is_local(listener))
+        listeners = listen(self._settings.host, self._settings.port)
+        self.url = url_of(listeners, self._settings.host)
+        app = create_app(state, self._api, is_local=is_local(listeners))
         self._http = http_server(app, self._settings)
-        self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
+        self._serving = asyncio.create_task(self._http.serve(sockets=listeners))
 
     async def _stop(self) -> None:
         self.text_engine.abort(None)

@@ -28,6 +28,9 @@ from jaxserve.ipc.messages import Progress, Ready, RequestOutput, StepOutputs, S
 
 logger = logging.getLogger(__name__)
 
+SHUTDOWN_TIMEOUT_S = 5.0
+"""Seconds that an engine may take to exit after `Shutdown`: a step in flight has to end first."""
+
 MAX_CRASHES = 2
 """A request that may have been running in this many crashes is not tried again."""
 
@@ -189,19 +192,20 @@ class EngineClient:
                     await self._request_ended.wait()
         self.abort(list(itertools.chain(*self._in_flight())))
 
-    async def close(self) -> None:
+    async def close(self, *, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """Stops the engines and removes the sockets. Requests in flight fail with EngineDeadError.
 
-        Idempotent, even during another call. Cancelling the call does not stop the closing.
+        An engine that can serve has ``timeout_s`` seconds to end its step. Idempotent, even during
+        another call. Cancelling the call does not stop the closing.
         """
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
+            self._closing = asyncio.create_task(self._close(timeout_s))
         await asyncio.shield(self._closing)
 
-    async def _close(self) -> None:
+    async def _close(self, timeout_s: float) -> None:
         error = EngineDeadError("the engines have been shut down")
         self._fail_all(error)
-        await self._supervisor.stop(error)
+        await self._supervisor.stop(error, timeout_s=timeout_s)
         self._fail_all(error)
 
     def _in_flight(self) -> tuple[dict[str, InFlight], ...]:

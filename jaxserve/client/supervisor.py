@@ -20,9 +20,6 @@ from jaxserve.ipc.transport import SocketFolder
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_TIMEOUT_S = 5.0
-"""Seconds that an engine may take to exit after `Shutdown`: a step in flight has to end first."""
-
 
 class Supervisor:
     """The engine processes of a front, and their sockets.
@@ -85,12 +82,15 @@ class Supervisor:
             self._tasks.append(task)
         return readies
 
-    async def stop(self, error: JaxserveError) -> None:
-        """Ends all processes and removes the sockets. ``error`` is the reason of their death."""
+    async def stop(self, error: JaxserveError, *, timeout_s: float) -> None:
+        """Ends all processes and removes the sockets.
+
+        ``error`` is the reason of their death. See `Replica.stop` for ``timeout_s``.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        stopping = [r.stop(error, timeout_s=SHUTDOWN_TIMEOUT_S) for r in self.replicas]
+        stopping = [r.stop(error, timeout_s=timeout_s) for r in self.replicas]
         await asyncio.gather(*stopping)
         self._context.term()
         self._folder.remove()

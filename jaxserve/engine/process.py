@@ -7,8 +7,7 @@ Three threads, so that sockets and encoding never delay the device:
     output thread   outbox ──> encode, send
 
 The process exits on `Shutdown`. It exits at once when its standard input ends, because then the
-front has exited. It ignores SIGINT and SIGTERM: a terminal or a service manager sends them to every
-process of the group, but the front decides when its engines stop, after draining.
+front has exited. Signals that stop the front do not stop it: see `ipc.signals`.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ from jaxserve.ipc.messages import (
     StepStats,
     Submit,
 )
+from jaxserve.ipc.signals import leave_signals_to_the_front
 from jaxserve.ipc.transport import EventSender, RequestReceiver
 
 HEARTBEAT_S = 1.0
@@ -127,9 +127,7 @@ class EngineLoop:
 
 def main() -> int:
     """Runs the engine described by the first line of the standard input; returns the exit code."""
-    # Ctrl-C in a terminal and `systemctl stop` reach every process; see the module docstring.
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)
+    leave_signals_to_the_front()
     faulthandler.enable()
     exit_with_parent()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)

@@ -12,6 +12,7 @@ loop. The queues have no limit of their own: the admission limit of the front bo
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -23,6 +24,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import (
     EngineEvent,
     EngineRequest,
@@ -38,6 +40,9 @@ Message = TypeVar("Message")
 MAX_EVENTS = 64
 """The most events that one `EventReceiver.receive` returns."""
 
+FOLDER_PREFIX = "jaxserve-f-"
+"""The beginning of the names of socket folders. It is short, as the path of a socket must be."""
+
 MAX_SOCKET_PATH = 107
 """The most bytes in the path of a Unix socket (``sun_path`` without its final zero)."""
 
@@ -46,14 +51,28 @@ class SocketFolder:
     """A new folder for the sockets of one front, private to its user (mode 0700).
 
     It is in the temporary folder, or in /tmp if the paths of the sockets would be too long there.
+    The front locks the folder as long as it lives. So a folder without a lock was left by a front
+    that was killed, and a new one removes it. Programs that clean the temporary folder, such as
+    systemd-tmpfiles, leave a locked folder alone.
+
+    Raises:
+      ConfigError: no temporary folder can be written to.
     """
 
     def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="jaxserve-")
-        longest = os.path.join(self.path, "requests-000000")
-        if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
-            os.rmdir(self.path)
-            self.path = tempfile.mkdtemp(prefix="jaxserve-", dir="/tmp")
+        try:
+            parent = tempfile.gettempdir()
+            longest = os.path.join(parent, FOLDER_PREFIX + 8 * "x", "requests-9999")
+            if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
+                parent = "/tmp"
+            self.path, lock = _make_locked_folder(parent)
+        except OSError as error:
+            raise ConfigError(
+                f"the sockets of the engines need a temporary folder: {error}; set TMPDIR to a "
+                "folder that can be written to"
+            ) from error
+        self._lock: int | None = lock
+        remove_dead_folders(parent)
 
     def events(self, process: int) -> str:
         """The address that the front binds and an engine process connects to."""
@@ -66,6 +85,47 @@ class SocketFolder:
     def remove(self) -> None:
         """Removes the folder and its contents. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)  # releases the lock
+            self._lock = None
+
+
+def remove_dead_folders(parent: str) -> None:
+    """Removes the socket folders in ``parent`` that this user's fronts have left when they died."""
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(FOLDER_PREFIX):
+                with contextlib.suppress(OSError):  # another front removes it, or it has a lock
+                    _remove_if_dead(entry.path)
+
+
+def _make_locked_folder(parent: str) -> tuple[str, int]:
+    """Returns the path of a new folder, and the descriptor that holds its lock. Raises OSError."""
+    while True:
+        path = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent)
+        # Another front may remove the folder before it is locked; then the next one is tried.
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        # Some network file systems cannot lock a folder. There no folder is ever taken for dead.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return path, descriptor
+        os.close(descriptor)
+
+
+def _remove_if_dead(path: str) -> None:
+    """Removes a socket folder unless it belongs to another user or is locked. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)  # under the lock: see `_make_locked_folder`
+    finally:
+        os.close(descriptor)
 
 
 class RequestSender:

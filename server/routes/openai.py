@@ -12,17 +12,22 @@ from starlette.routing import Route
 from jaxserve.openai.endpoints import ENDPOINTS, Endpoint
 from server.body import read_json, request_id
 from server.sse import FRAMINGS, reply_stream, reply_whole
+from server.state import ServerState
 
 
 async def create(request: Request, *, endpoint: Endpoint) -> Response:
     """Runs the request in the body, and replies whole or as a stream of events."""
-    text_engine = request.app.state.server.serving()
+    server: ServerState = request.app.state.server
+    text_engine = server.serving()
     body = await read_json(request, endpoint.body_type)
     job = await endpoint.prepare(text_engine, body, request_id=request_id(request, body.request_id))
     if endpoint.stream is not None and body.stream:
         framing = FRAMINGS[endpoint.framing]
         return await reply_stream(request, endpoint.stream(job), framing=framing)
-    return await reply_whole(request, endpoint.complete(job))
+    reply = await reply_whole(request, endpoint.complete(job))
+    # Half a reply with the status 200 would pass for a whole one; a 503 is tried again elsewhere.
+    server.check_whole()
+    return reply
 
 
 async def stored_response(request: Request) -> Response:

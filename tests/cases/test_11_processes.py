@@ -4,109 +4,28 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from jaxserve.ipc.transport import MAX_SOCKET_PATH, SocketFolder
 from jaxserve.testing.api_client import COMPLETIONS
+from jaxserve.testing.server_program import FAKE, ROOT, TIMEOUT_S
+from jaxserve.testing.server_program import assert_gone as assert_ended
+from jaxserve.testing.server_program import server_program as program
 from jaxserve.testing.waiting import until, wait_until
 from server.settings import ServerSettings
 
-ROOT = Path(__file__).parents[2]
-FAKE = ("--engine-factory", "jaxserve.testing.fake_engine:build")
 MODEL = "fake:vocab=272,step_s=0.01"
-TIMEOUT_S = 60
 SOFT_FILES = 256
 BODY = {"prompt": "hello", "ignore_eos": True}
 ENDLESS = {**BODY, "max_tokens": 1000}
-
-
-class Program:
-    """A ``python -m server`` in a session of its own, and its output."""
-
-    def __init__(self, *args, cwd=ROOT, soft_files=None, **environment) -> None:
-        command = [sys.executable, "-m", "server", *map(str, args)]
-        if soft_files is not None:
-            command = ["sh", "-c", f'ulimit -Sn {soft_files} && exec "$@"', "sh", *command]
-        self._changed = threading.Condition()
-        self._lines: list[str] = []
-        self.process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        for line in self.process.stderr:
-            with self._changed:
-                self._lines.append(line)
-                self._changed.notify_all()
-        with self._changed:
-            self._changed.notify_all()
-
-    @property
-    def output(self) -> str:
-        return "".join(self._lines)
-
-    def wait_for(self, pattern) -> re.Match[str]:
-        """Waits until the output contains a match, and returns it."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: re.search(pattern, self.output) or not self._reader.is_alive(), TIMEOUT_S
-            )
-        match = re.search(pattern, self.output)
-        assert match, self.output
-        return match
-
-    def wait_for_imports(self) -> None:
-        """Waits until the process is importing packages."""
-        maps, end = Path(f"/proc/{self.process.pid}/maps"), time.monotonic() + TIMEOUT_S
-        while "msgspec" not in maps.read_text():
-            assert time.monotonic() < end
-
-    @property
-    def url(self) -> str:
-        """The URL of the server; waits until it is ready."""
-        return self.wait_for(r"URL +(http://\S+)/v1")[1]
-
-    def processes(self) -> list[psutil.Process]:
-        front = psutil.Process(self.process.pid)
-        return [front, *front.children(recursive=True)]
-
-    def wait(self) -> int:
-        """Waits until the process has exited, and returns the exit code."""
-        code = self.process.wait(TIMEOUT_S)
-        self._reader.join(TIMEOUT_S)
-        return code
-
-
-@contextlib.contextmanager
-def program(*args, **options):
-    started = Program(*args, **options)
-    try:
-        yield started
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.process.pid, signal.SIGKILL)
-        started.wait()
-        started.process.stderr.close()
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +38,7 @@ def folder(tmp_path_factory, make_front_checkpoint):
 
 def assert_gone(processes, *, temporary: Path, url: str | None = None) -> None:
     """Asserts that the processes and their sockets are gone and that the port is free."""
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not alive
-    assert not list(temporary.glob("jaxserve-*"))
+    assert_ended(processes, temporary=temporary)
     if url is not None:
         with socket.create_server(("127.0.0.1", httpx.URL(url).port)):
             pass
@@ -303,7 +220,7 @@ def constrained_server(folder, tmp_path_factory):
     long_folder.mkdir(parents=True)
     (long_folder / "model").symlink_to(folder / MODEL)
     flags = ("--model", long_folder / "model", "--port", 0, *FAKE)
-    with program(*flags, soft_files=SOFT_FILES, TMPDIR=str(temporary)) as server:
+    with program(*flags, shell=f"ulimit -Sn {SOFT_FILES}", TMPDIR=str(temporary)) as server:
         yield server
 
 

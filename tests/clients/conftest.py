@@ -10,7 +10,8 @@ import pytest
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import create_app
-from server.run import http_server, listen
+from server.listen import listen, url_of
+from server.run import http_server
 from server.settings import ApiSettings, ServerSettings
 from server.state import ServerState
 
@@ -22,11 +23,11 @@ class Server:
 
     def __init__(self, text_engine: TextEngine) -> None:
         self.text_engine = text_engine
-        listener = listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listeners = listen("127.0.0.1", 0)
+        self.url = url_of(listeners)
         app = create_app(ServerState(text_engine), ApiSettings())
         self._http = http_server(app, ServerSettings())
-        work = self._http.serve(sockets=[listener])
+        work = self._http.serve(sockets=listeners)
         self._thread = threading.Thread(target=asyncio.run, args=(work,), daemon=True)
         self._thread.start()
 

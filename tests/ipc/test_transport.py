@@ -2,15 +2,19 @@
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import os
 import stat
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import zmq
 import zmq.asyncio
 
+from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import (
     Abort,
     Decision,
@@ -27,6 +31,7 @@ from jaxserve.ipc.messages import (
     encode,
 )
 from jaxserve.ipc.transport import (
+    FOLDER_PREFIX,
     MAX_EVENTS,
     MAX_SOCKET_PATH,
     EventReceiver,
@@ -34,6 +39,7 @@ from jaxserve.ipc.transport import (
     RequestReceiver,
     RequestSender,
     SocketFolder,
+    remove_dead_folders,
 )
 from jaxserve.sampling_params import SamplingParams
 
@@ -85,6 +91,80 @@ def test_the_folder_is_private_and_can_be_removed(folder):
     folder.remove()
     folder.remove()
     assert not os.path.exists(folder.path)
+
+
+def test_folders_of_dead_fronts_are_removed_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    live = SocketFolder()
+    dead = SocketFolder()
+    os.close(dead._lock)  # as the kernel does when the front ends
+    Path(dead.path, "events").touch()
+    target = tmp_path / "target"
+    target.mkdir()
+    others = [tmp_path / name for name in ("other", FOLDER_PREFIX + "link", FOLDER_PREFIX + "file")]
+    others[0].mkdir()
+    others[1].symlink_to(target)
+    others[2].touch()
+    new = SocketFolder()
+    assert not os.path.exists(dead.path)
+    kept = {Path(live.path), Path(new.path), target, *others}
+    assert set(tmp_path.iterdir()) == kept
+    for folder in (live, new):
+        folder.remove()
+    assert set(tmp_path.iterdir()) == {target, *others}
+
+
+def test_folders_of_other_users_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = SocketFolder()
+    os.close(dead._lock)
+    with monkeypatch.context() as context:
+        user = os.geteuid() + 1
+        context.setattr(os, "geteuid", lambda: user)
+        remove_dead_folders(str(tmp_path))
+    assert os.path.exists(dead.path)
+    remove_dead_folders(str(tmp_path))
+    assert not os.path.exists(dead.path)
+
+
+@pytest.mark.parametrize("moment", ["open", "flock"])
+def test_a_folder_that_is_removed_before_it_is_locked_is_replaced(tmp_path, monkeypatch, moment):
+    """A front that starts at the same time takes it for the folder of a dead one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    module, name = (os, "open") if moment == "open" else (fcntl, "flock")
+    original, removed = getattr(module, name), []
+
+    def remove_first(*args):
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].rmdir()
+        return original(*args)
+
+    monkeypatch.setattr(module, name, remove_first)
+    folder = SocketFolder()
+    assert len(removed) == 1
+    assert list(tmp_path.iterdir()) == [Path(folder.path)]
+    assert folder.path != str(removed[0])
+    folder.remove()
+
+
+def test_where_folders_cannot_be_locked_none_is_removed(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOTSUP, "no locks")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    first, second = SocketFolder(), SocketFolder()
+    assert len(list(tmp_path.iterdir())) == 2
+    first.remove()
+    second.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_temporary_folder_is_an_error_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        SocketFolder()
 
 
 def test_addresses_fit_a_socket_if_the_temporary_folder_has_a_long_name(tmp_path, monkeypatch):

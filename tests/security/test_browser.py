@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import ROUTES, create_app
-from server.run import is_local, listen
+from server.listen import is_local, listen
 from server.settings import ApiSettings
 from server.state import ServerState
 
@@ -166,5 +166,7 @@ async def test_rejects_content_types_that_need_no_preflight() -> None:
     ("host", "expected"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)]
 )
 def test_only_loopback_addresses_are_local(host, expected) -> None:
-    with listen(host, 0) as listener:
-        assert is_local(listener) == expected
+    listeners = listen(host, 0)
+    assert is_local(listeners) == expected
+    for listener in listeners:
+        listener.close()

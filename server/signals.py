@@ -1,0 +1,64 @@
+"""The signals that stop a server.
+
+    signal                    requests in flight
+    SIGTERM, SIGHUP, SIGINT   may finish within the shutdown timeout
+    SIGQUIT                   may take as long as they need, until one of the signals above arrives
+    SIGINT after any of them  are aborted at once
+    SIGUSR1, SIGUSR2          go on: the log is standard error, and there is no file to reopen
+
+A second SIGTERM or SIGHUP changes nothing: shells, ``timeout`` and service managers may send a
+signal both to a process and to its group. A SIGHUP that is ignored from the start (``nohup``) stays
+ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+IGNORED = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class StopSignals:
+    """Handles the signals of this process while a server runs in its event loop.
+
+    Use it as a context manager, on the main thread. When it exits, the process is about to end:
+    signals are ignored from then on, so that a late one changes neither the exit code nor the log.
+
+    Attributes:
+      stop: set to the number of the first signal that stops the server.
+      limited: set as soon as requests have the shutdown timeout to finish.
+      at_once: set as soon as requests have no time to finish.
+    """
+
+    def __init__(self) -> None:
+        self._loop = loop = asyncio.get_running_loop()
+        self.stop: asyncio.Future[int] = loop.create_future()
+        self.limited: asyncio.Future[None] = loop.create_future()
+        self.at_once: asyncio.Future[None] = loop.create_future()
+        # Not `loop.add_signal_handler`: a loop that closes restores the default actions.
+        ignored_from_start = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        for number in STOPPING:
+            if number != signal.SIGHUP or not ignored_from_start:
+                signal.signal(number, self._on_signal)
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+
+    def __enter__(self) -> StopSignals:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self._loop.call_soon_threadsafe(self._handle, number)
+
+    def _handle(self, number: int) -> None:
+        if number != signal.SIGQUIT and not self.limited.done():
+            self.limited.set_result(None)
+        if not self.stop.done():
+            self.stop.set_result(number)
+        elif number == signal.SIGINT and not self.at_once.done():
+            self.at_once.set_result(None)

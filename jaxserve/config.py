@@ -230,6 +230,41 @@ class ParallelConfig:
         return self.data_parallel_size * self.tensor_parallel_size
 
 
+MIN_ENGINE_TIMEOUT_S = 3.0
+"""The smallest ``engine_timeout``, in seconds: idle engines send a heartbeat every second."""
+
+STABLE_S = 300.0
+"""An engine that has served for this many seconds may use all its restarts again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryConfig:
+    """The recovery of engine processes that fail or hang."""
+
+    engine_timeout: float = setting(
+        300.0,
+        "seconds after which an engine that sends nothing is killed and restarted; more than the "
+        "longest step and the longest compilation take",
+    )
+    max_engine_restarts: int = setting(
+        5,
+        "restarts of an engine in a row, with growing delays; the count starts over once it has "
+        f"served for {STABLE_S:.0f} s. Requests in flight continue on another engine or on the "
+        "restarted one",
+    )
+
+    def __post_init__(self) -> None:
+        if not self.engine_timeout >= MIN_ENGINE_TIMEOUT_S:
+            raise ConfigError(
+                f"--engine-timeout must be at least {MIN_ENGINE_TIMEOUT_S:.0f}, got "
+                f"{self.engine_timeout}"
+            )
+        if self.max_engine_restarts < 0:
+            raise ConfigError(
+                f"--max-engine-restarts must be at least 0, got {self.max_engine_restarts}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class CompileConfig:
     """The compilation of steps."""
@@ -266,4 +301,5 @@ class EngineConfig:
     logprobs: LogprobsConfig = field(default_factory=LogprobsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -45,6 +45,9 @@ ENGINE_METRICS: Mapping[str, EngineMetric] = {
     "compilations_total": EngineMetric(
         "Programs compiled since the engine started.", "counter", lambda s: s.total_compilations
     ),
+    "engine_restarts_total": EngineMetric(
+        "Restarts of the engine process.", "counter", lambda s: s.total_restarts
+    ),
     "steps_total": EngineMetric("Steps run.", "counter", lambda s: s.total_steps),
 }
 

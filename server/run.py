@@ -58,6 +58,7 @@ async def serve(
 
     Raises:
       Stopped: a signal arrived before the server was ready.
+      EngineDeadError: no engine is left.
       JaxserveError: the server cannot start.
     """
     state = ServerState()
@@ -74,12 +75,15 @@ async def serve(
             state.text_engine = text_engine
             _announce(console, text_engine, listeners, settings.host, api)
             with _throughput_lines(client, settings.log_stats_interval):
-                await asyncio.wait({signals.stop, serving}, return_when=asyncio.FIRST_COMPLETED)
+                ends = {signals.stop, serving, *(() if settings.keep_running else (client.gone,))}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             state.draining = True
             console.say(f"Stopping; completions in flight: {text_engine.num_in_flight}")
             await _replied(http, settings.shutdown_timeout, signals)
             state.aborting = True
             await client.drain(0)
+            if client.gone.done() and not signals.stop.done():
+                raise client.gone.result()
         finally:
             state.draining = True
             http.should_exit = True

@@ -108,6 +108,11 @@ class ServerSettings:
     shutdown_timeout: float = setting(
         5.0, "seconds that requests in flight may take to finish at shutdown"
     )
+    keep_running: bool = setting(
+        False,
+        "keep serving errors when no engine is left and its restarts are used up; without this "
+        "flag the process ends with code 1, so that a service manager can act",
+    )
     keep_alive_timeout: int = setting(75, "seconds after which an idle connection is closed")
     engine_factory: str = setting(
         FACTORY, "module:function that builds an engine, for tests and extensions"

@@ -13,7 +13,6 @@ import msgspec
 from jaxserve.client.balancer import Balancer
 from jaxserve.client.in_flight import InFlight
 from jaxserve.client.output_stream import OutputStream
-from jaxserve.client.recovery import RecoverySettings
 from jaxserve.client.replica import Observers, Replica, Silence
 from jaxserve.client.supervisor import Supervisor
 from jaxserve.config import EngineConfig
@@ -52,7 +51,6 @@ class EngineClient:
         self,
         config: EngineConfig,
         factory: str,
-        recovery: RecoverySettings,
         *,
         on_progress: Callable[[Progress], None],
         stuck_after_s: float,
@@ -65,12 +63,12 @@ class EngineClient:
         self._balancer = Balancer()
         self._parked: dict[str, InFlight] = {}  # oldest first
         self._request_ended = asyncio.Event()
+        timeout_s = config.recovery.engine_timeout
         self._supervisor = Supervisor(
             config,
             factory,
-            recovery,
             Observers(self._observe, on_progress),
-            Silence(min(stuck_after_s, recovery.engine_timeout), recovery.engine_timeout),
+            Silence(suspect_s=min(stuck_after_s, timeout_s), dead_s=timeout_s),
             on_ready=self._place_parked,
             on_death=self._move_requests,
         )
@@ -85,7 +83,6 @@ class EngineClient:
         config: EngineConfig,
         *,
         factory: str = FACTORY,
-        recovery: RecoverySettings | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         stuck_after_s: float = 60.0,
         waits_for_engines: bool = False,
@@ -95,10 +92,9 @@ class EngineClient:
         Args:
           config: the settings of every engine.
           factory: builds an engine in its process, as ``module:function``.
-          recovery: how often engines are restarted, and when. None: the defaults.
           on_progress: called with every progress report of a start-up.
           stuck_after_s: an engine that sends nothing for this many seconds gets no new requests and
-            is not healthy. At most ``recovery.engine_timeout``, after which it is killed.
+            is not healthy. At most ``--engine-timeout``, after which it is killed.
           waits_for_engines: what happens to a new request while no engine can serve and one is
             being restarted: it waits; or, if false, it is refused with EngineDeadError.
 
@@ -110,7 +106,6 @@ class EngineClient:
         client = cls(
             config,
             factory,
-            recovery or RecoverySettings(),
             on_progress=on_progress or (lambda _: None),
             stuck_after_s=stuck_after_s,
             waits_for_engines=waits_for_engines,

@@ -30,7 +30,7 @@ from jaxserve.ipc.messages import (
     StepOutputs,
     StepStats,
 )
-from jaxserve.ipc.transport import EventReceiver, RequestSender
+from jaxserve.ipc.transport import EventReceiver, RequestSender, remove_socket
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ class Replica:
         self.ready: asyncio.Future[Ready] = loop.create_future()
         self.death: asyncio.Future[Death] = loop.create_future()
         self.requests: dict[str, InFlight] = {}
-        self.stats = StepStats() if before is None else before.stats
-        self._stats_before = None if before is None else before.stats
+        self._stats_before = None if before is None else _restarted(before.stats)
+        self.stats = self._stats_before or StepStats()
         self._launch = launch
         self._context = context
         self._observers = observers
@@ -207,6 +207,8 @@ class Replica:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._events.close()
+        for address in (self._launch.requests_address, self._launch.events_address):
+            remove_socket(address)
 
     async def _listen(self) -> None:
         """Handles the events of the engine, for as long as the replica lives."""
@@ -301,3 +303,7 @@ class Replica:
             f"{self._name} is stuck: it has sent nothing for {self._silent_s:.0f} s; requests in "
             f"flight: {len(self.requests)}"
         )
+
+
+def _restarted(stats: StepStats) -> StepStats:
+    return msgspec.structs.replace(stats, total_restarts=stats.total_restarts + 1)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import zmq.asyncio
 
-from jaxserve.client.recovery import RecoverySettings, Restarts
+from jaxserve.client.recovery import Restarts
 from jaxserve.client.replica import Observers, Replica, Silence
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineDeadError, JaxserveError
@@ -30,7 +30,6 @@ class Supervisor:
     Args:
       config: the settings of every engine.
       factory: builds an engine in its process, as ``module:function``.
-      recovery: how often engines are restarted.
       observers: see `Replica`.
       silence: see `Replica`.
       on_ready: called when a replica that replaces a dead one can serve.
@@ -45,7 +44,6 @@ class Supervisor:
         self,
         config: EngineConfig,
         factory: str,
-        recovery: RecoverySettings,
         observers: Observers,
         silence: Silence,
         *,
@@ -56,7 +54,6 @@ class Supervisor:
         self.gone: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
         self._config = config
         self._factory = factory
-        self._recovery = recovery
         self._observers = observers
         self._silence = silence
         self._on_ready = on_ready
@@ -116,7 +113,7 @@ class Supervisor:
         """
         engine = ready.engine
         config = _with_sizes(self._config, ready)
-        restarts = Restarts(self._recovery.max_engine_restarts)
+        restarts = Restarts(self._config.recovery.max_engine_restarts)
         error, served_s = await self._until_death(self.replicas[engine])
         while (delay_s := restarts.next_delay_s(served_s)) is not None:
             logger.error("%s; %s in %.0f s", error, restarts.describe(), delay_s)

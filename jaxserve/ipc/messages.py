@@ -178,6 +178,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
       num_step_tokens: tokens of the step that has just ended; 0 if none has. Heartbeats repeat it.
       total_drafts: steps of requests for which drafts were proposed.
       total_draft_tokens: drafts that were proposed.
+      total_restarts: restarts of the process; the front counts them.
       accepted_per_position: drafts that were accepted, as the first, second, ... of their step;
         empty without speculation.
     """
@@ -195,6 +196,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_step_tokens: int = 0
     total_drafts: int = 0
     total_draft_tokens: int = 0
+    total_restarts: int = 0
     accepted_per_position: tuple[int, ...] = ()
 
 

@@ -90,6 +90,12 @@ class SocketFolder:
             self._lock = None
 
 
+def remove_socket(address: str) -> None:
+    """Removes the file of a socket that a killed process has left behind, if there is one."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(address.removeprefix("ipc://"))
+
+
 def remove_dead_folders(parent: str) -> None:
     """Removes the socket folders in ``parent`` that this user's fronts have left when they died."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:

@@ -132,7 +132,9 @@ async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
 async def _open(config: EngineConfig, factory: str) -> AsyncGenerator[TextEngine, None]:
     """Loads the model and yields a text engine on it."""
     files = ModelFiles.open(config.model)
-    client = await EngineClient.start(config, factory=factory, on_progress=ProgressLines())
+    client = await EngineClient.start(
+        config, factory=factory, on_progress=ProgressLines(), waits_for_engines=True
+    )
     try:
         for what, value, why in client.ready.decisions:
             print(f"{what}: {value} ({why})", file=sys.stderr)

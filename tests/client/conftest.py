@@ -6,7 +6,13 @@ import psutil
 import pytest
 
 from jaxserve.client.engine_client import EngineClient
-from jaxserve.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from jaxserve.config import (
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RecoveryConfig,
+    SchedulerConfig,
+)
 
 FAKE = "jaxserve.testing.fake_engine:build"
 
@@ -28,11 +34,20 @@ async def start(engines):
     """Starts clients of engines, fake ones by default, and closes them after the test."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(model="fake", *, num_engines=1, max_num_seqs=None, factory=FAKE, **options):
+        async def start(
+            model="fake",
+            *,
+            num_engines=1,
+            max_num_seqs=None,
+            factory=FAKE,
+            recovery=None,
+            **options,
+        ):
             config = EngineConfig(
                 model=ModelConfig(model=model),
                 scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
                 parallel=ParallelConfig(data_parallel_size=num_engines),
+                recovery=recovery or RecoveryConfig(),
             )
             client = await EngineClient.start(config, factory=factory, **options)
             stack.push_async_callback(client.close)

@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import os
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.client.recovery import MAX_DELAY_S, STABLE_S, RecoverySettings, Restarts
+from jaxserve.client.recovery import MAX_DELAY_S, Restarts
 from jaxserve.client.totals import TOTALS, continued
+from jaxserve.config import STABLE_S, RecoveryConfig
 from jaxserve.errors import ConfigError, EngineDeadError, RequestFailedError
 from jaxserve.ipc.messages import FinishReason, StepStats
 from jaxserve.sampling_params import SamplingParams
@@ -27,8 +29,8 @@ from jaxserve.testing.waiting import until
 
 BAD_TOKEN = 77
 POISONED = f"fake:step_s=0.004,fail_on_token={BAD_TOKEN}"
-ONCE = RecoverySettings(max_engine_restarts=1)
-NEVER = RecoverySettings(max_engine_restarts=0)
+ONCE = RecoveryConfig(max_engine_restarts=1)
+NEVER = RecoveryConfig(max_engine_restarts=0)
 FINITE = SamplingParams(max_tokens=300, seed=4)
 
 # Builds the fake engine on the first start, then raises, or sleeps with the name "hang".
@@ -67,6 +69,7 @@ async def test_streams_of_a_killed_engine_continue_on_another(start, engines):
     assert second in engines()
     assert len(engines()) == 2
     assert requests_held(client) == [0, 0]
+    assert len(os.listdir(client._supervisor._folder.path)) == 4  # two sockets for each process
 
 
 async def test_streams_of_the_only_engine_continue_once_it_is_back(start, engines, caplog):
@@ -117,7 +120,7 @@ async def test_outputs_after_a_crash_continue_those_before_it(start, engines):
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_streams_survive_many_crashes_of_both_engines(start, engines, seed):
-    recovery = RecoverySettings(max_engine_restarts=100)
+    recovery = RecoveryConfig(max_engine_restarts=100)
     client = await start("fake:step_s=0.002", num_engines=2, recovery=recovery)
     rng = random.Random(seed)
     jobs = [
@@ -161,7 +164,7 @@ async def test_requests_that_waited_during_two_crashes_are_answered(start):
 
 
 async def test_a_hung_engine_is_replaced(start, engines):
-    client = await start("fake:step_s=0.004", recovery=RecoverySettings(engine_timeout=3))
+    client = await start("fake:step_s=0.004", recovery=RecoveryConfig(engine_timeout=3))
     (engine,) = engines()
     streams = await start_streams(client, 3, FINITE)
     engine.suspend()
@@ -185,7 +188,7 @@ async def test_a_silent_engine_gets_no_new_requests(start, engines):
 
 
 async def test_a_restart_that_hangs_is_tried_again(start, engines, factory):
-    recovery = RecoverySettings(engine_timeout=3, max_engine_restarts=1)
+    recovery = RecoveryConfig(engine_timeout=3, max_engine_restarts=1)
     client = await start("fake", factory=factory(UNREPEATABLE), recovery=recovery)
     (engine,) = engines()
     engine.kill()
@@ -276,6 +279,7 @@ async def test_totals_continue_after_a_restart(start, engines):
     await until(lambda: not is_healthy(client))
     await until(lambda: is_healthy(client))
     assert client.stats[0].total_generation_tokens == before.total_generation_tokens
+    assert client.stats[0].total_restarts == 1
     seen = []
     client.on_outputs = lambda event: seen.append(event.stats)
     await collect(client, params=params)
@@ -317,7 +321,7 @@ def test_only_crashes_in_a_row_use_up_the_restarts(served, limit):
 )
 def test_settings_out_of_range_are_refused(settings, flag):
     with pytest.raises(ConfigError, match=flag):
-        RecoverySettings(**settings)
+        RecoveryConfig(**settings)
 
 
 async def _outcome(work):

@@ -76,6 +76,11 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        """The process ID of the front."""
+        return self._process.pid
+
     async def until_healthy(self) -> None:
         """Waits until the server is healthy. Raises ServerFailedError if it exits instead."""
         while await get_status(HOST, self.port, "/health") != 200:

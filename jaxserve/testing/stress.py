@@ -4,8 +4,8 @@
     python -m jaxserve.testing.stress --num-requests 20000 --streams 64
 
 Starts a server with two engines and a tiny random model in float32. With ``--faults``, engines are
-killed, stopped and made to raise at random. Every stream must end with the text that it would have
-alone; afterwards no request, block, process or descriptor may be left.
+killed, stopped and made to raise at random. Every stream must end with the text that it has alone.
+Afterwards no request, block, process, socket or descriptor may be left.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,66 @@ import psutil
 
 from jaxserve.bench.server_process import ServerProcess
 from jaxserve.testing.tiny import write_checkpoint
-from jaxserve.testing.waiting import until
 
 FLAGS = (
-    "--dtype=float32 --max-num-seqs=8 --max-num-batched-tokens=32 --num-blocks=64 "
-    "--data-parallel-size=2 --engine-timeout=3 --max-engine-restarts=1000 --log-stats-interval=0"
-).split()
-FAULTY = ["--engine-factory", "jaxserve.testing.faulty_engine:build"]
+    *("--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
+    *("--num-blocks", "64", "--data-parallel-size", "2", "--log-stats-interval", "0"),
+    *("--engine-timeout", "3", "--max-engine-restarts", "1000"),
+)
+FAULTY = ("--engine-factory", "jaxserve.testing.faulty_engine:build")
+NUM_ENGINES = 2
 
 CRASHED_TWICE = re.compile(r"the engine failed \d+ times while it was running this request")
+GAUGE = re.compile(
+    r"^vllm:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc){.*} (.*)$", re.M
+)
 
-Answer = tuple[tuple[str, str | None, int], ...]
-"""For each completion: its text, its finish reason and the number of its log probabilities."""
+IDLE_TIMEOUT_S = 120
+"""Seconds to wait for engines that are being restarted at the end: the last delay is up to 60 s."""
+
+REFUSED_PAUSE_S = 0.2
+"""Seconds before a stream tries again while no engine can serve."""
+
+
+@dataclass
+class Choice:
+    """One completion: its text, its finish reason and the number of its log probabilities."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    num_logprobs: int = 0
+
+    def add(self, choice: dict[str, Any]) -> None:
+        """Adds a choice of an event."""
+        self.text += choice["text"]
+        self.finish_reason = choice["finish_reason"]
+        self.num_logprobs += len((choice["logprobs"] or {"tokens": ()})["tokens"])
+
+
+Answer = dict[int, Choice]
+
+
+class Failed(Exception):
+    """A request has no right answer. ``outcome``: see `Tally`."""
+
+    def __init__(self, outcome: str, message: str = "") -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a server holds: bytes of memory of its front, descriptors, processes and sockets."""
+
+    memory_bytes: int
+    num_descriptors: int
+    num_processes: int
+
+    @classmethod
+    def by(cls, front: psutil.Process) -> Held:
+        """Returns what a server holds now."""
+        children = front.children(recursive=True)
+        return cls(front.memory_info().rss, front.num_fds(), len(children))
 
 
 @dataclass
@@ -50,22 +98,38 @@ class Tally:
     """What became of the requests.
 
     Attributes:
-      outcomes: how many requests had each outcome: "answered"; "refused" while no engine could
-        serve, before anything was promised; "crashed twice", which may happen under faults; "wrong"
-        or "lost", which may not.
+      outcomes: how many requests had each outcome: "answered"; "refused" with 503 while no engine
+        could serve; "crashed twice", which may happen under faults; "wrong" or "lost", which may
+        not.
       complaints: what was wrong, at most a few.
-      longest_gap_s: the longest time without a token in a stream that had begun.
+      injuries: what was done to engines, and how often.
+      longest_gap_s: the longest wait for the next event of a stream.
+      before, after: what the server held, idle, once every kind of request had run, and at the end.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
+    injuries: Counter[str] = field(default_factory=Counter)
     longest_gap_s: float = 0.0
+    before: Held | None = None
+    after: Held | None = None
 
-    def complain(self, outcome: str, text: str) -> None:
-        """Counts a request that had an outcome that may not happen."""
-        self.outcomes[outcome] += 1
-        if len(self.complaints) < 5:
-            self.complaints.append(text)
+    def add_failure(self, failed: Failed) -> None:
+        """Counts a request without the right answer."""
+        self.outcomes[failed.outcome] += 1
+        if failed.outcome in ("wrong", "lost") and len(self.complaints) < 5:
+            self.complaints.append(str(failed))
+
+
+@dataclass(frozen=True)
+class Job:
+    """How much to run: ``seconds`` or ``num_requests``, in ``num_streams`` at once."""
+
+    num_streams: int
+    seconds: float | None
+    num_requests: int | None
+    faults: bool
+    seed: int
 
 
 def make_requests(count: int, *, seed: int) -> list[dict[str, Any]]:
@@ -84,7 +148,7 @@ def make_requests(count: int, *, seed: int) -> list[dict[str, Any]]:
     return [
         {
             "prompt": [rng.randrange(1, 250) for _ in range(rng.randrange(1, 90))],
-            "max_tokens": rng.randrange(1, 120),
+            "max_tokens": rng.randrange(5, 120),
             "seed": i,
             "stream": True,
             **kinds[i % len(kinds)],
@@ -93,45 +157,158 @@ def make_requests(count: int, *, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any], tally: Tally) -> Answer | None:
-    """Returns the answer to a request; None, and an outcome in the tally, if there is none."""
-    texts, reasons, counts = Counter[int](), dict[int, str | None](), Counter[int]()
-    parts: dict[int, str] = {}
-    del texts
-    is_done, before_s = False, None
+async def ask(client: httpx.AsyncClient, body: dict[str, Any], tally: Tally) -> Answer:
+    """Returns the answer to a request. Raises Failed."""
+    answer: Answer = defaultdict(Choice)
     try:
         async with client.stream("POST", "/v1/completions", json=body) as reply:
             if reply.status_code == 503:
-                tally.outcomes["refused"] += 1
-                return None
+                raise Failed("refused")
+            if reply.status_code != 200:
+                raise Failed("lost", f"status {reply.status_code}: {await reply.aread()!r}")
+            before_s = time.monotonic()
             async for line in reply.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
                 now_s = time.monotonic()
-                if before_s is not None:
-                    tally.longest_gap_s = max(tally.longest_gap_s, now_s - before_s)
+                tally.longest_gap_s = max(tally.longest_gap_s, now_s - before_s)
                 before_s = now_s
                 if line == "data: [DONE]":
-                    is_done = True
-                    break
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    message = event["error"]["message"]
-                    if CRASHED_TWICE.search(message):
-                        tally.outcomes["crashed twice"] += 1
-                    else:
-                        tally.complain("lost", message)
-                    return None
-                for choice in event["choices"]:
-                    index = choice["index"]
-                    parts[index] = parts.get(index, "") + choice["text"]
-                    reasons[index] = choice["finish_reason"]
-                    if choice.get("logprobs"):
-                        counts[index] += len(choice["logprobs"]["tokens"])
+                    return answer
+                if line.startswith("data: "):
+                    _add_event(answer, json.loads(line.removeprefix("data: ")))
     except httpx.TransportError as error:
-        tally.complain("lost", repr(error))
-        return None
-    if not is_done:
-        tally.complain("lost", "the stream ended without [DONE]")
-        return None
-    return tuple((parts[i], reasons[i], counts[i]) for i in sorted(parts))
+        raise Failed("lost", repr(error)) from error
+    raise Failed("lost", "the stream ended without [DONE]")
+
+
+def _add_event(answer: Answer, event: dict[str, Any]) -> None:
+    if "error" in event:
+        message = event["error"]["message"]
+        raise Failed("crashed twice" if CRASHED_TWICE.search(message) else "lost", message)
+    for choice in event["choices"]:
+        answer[choice["index"]].add(choice)
+
+
+async def run_streams(
+    client: httpx.AsyncClient,
+    requests: Sequence[dict[str, Any]],
+    answers: Sequence[Answer],
+    job: Job,
+    tally: Tally,
+) -> None:
+    """Keeps streams running until the job is done, and compares every answer."""
+    numbers, began_s = itertools.count(), time.monotonic()
+
+    def is_over(number: int) -> bool:
+        if job.seconds is not None:
+            return time.monotonic() - began_s >= job.seconds
+        return number >= (job.num_requests or 0)
+
+    async def stream() -> None:
+        while not is_over(number := next(numbers)):
+            k = number % len(requests)
+            try:
+                answer = await ask(client, requests[k], tally)
+                if answer != answers[k]:
+                    raise Failed("wrong", f"expected {answers[k]}, got {answer}")
+                tally.outcomes["answered"] += 1
+            except Failed as failed:
+                tally.add_failure(failed)
+                if failed.outcome == "refused":
+                    await asyncio.sleep(REFUSED_PAUSE_S)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(job.num_streams):
+            group.create_task(stream())
+
+
+async def injure(front: psutil.Process, rng: random.Random, injuries: Counter[str]) -> None:
+    """Kills or stops an engine every few seconds, until it is cancelled."""
+    while True:
+        await asyncio.sleep(rng.uniform(2, 8))
+        with contextlib.suppress(psutil.Error, IndexError):
+            victim = rng.choice(_engines(front))
+            what = rng.choice(["killed", "stopped"])
+            victim.kill() if what == "killed" else victim.suspend()
+            injuries[what] += 1
+
+
+def _engines(front: psutil.Process) -> list[psutil.Process]:
+    engines: list[psutil.Process] = []
+    for child in front.children():
+        with contextlib.suppress(psutil.Error):
+            if "jaxserve.engine.process" in child.cmdline():
+                engines.append(child)
+    return engines
+
+
+async def until_idle(client: httpx.AsyncClient) -> None:
+    """Waits until every engine serves, and holds neither requests nor blocks."""
+    async with asyncio.timeout(IDLE_TIMEOUT_S):
+        while True:
+            if (await client.get("/health")).status_code == 200:
+                values = GAUGE.findall((await client.get("/metrics")).text)
+                assert len(values) == 3 * NUM_ENGINES, values
+                if not any(map(float, values)):
+                    return
+            await asyncio.sleep(0.1)
+
+
+@contextlib.asynccontextmanager
+async def _served(
+    folder: Path, *flags: str
+) -> AsyncIterator[tuple[ServerProcess, httpx.AsyncClient]]:
+    """Runs a server with the model in ``folder``; yields it and a client for it."""
+    places = ["--model", str(folder / "tiny"), "--compilation-cache-dir", str(folder / "compiled")]
+    with ServerProcess([*places, *FLAGS, *flags], log=folder / "log") as process:
+        await process.until_healthy()
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{process.port}",
+            timeout=None,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        ) as client:
+            yield process, client
+
+
+async def stress(folder: Path, job: Job) -> Tally:
+    """Runs a job on a server whose files are in ``folder``."""
+    write_checkpoint(folder / "tiny")
+    requests, tally = make_requests(64, seed=job.seed), Tally()
+    async with _served(folder) as (_, client):
+        answers = [await ask(client, request, Tally()) for request in requests]
+    async with _served(folder, *(FAULTY if job.faults else ())) as (process, client):
+        front = psutil.Process(process.pid)
+        warm_up = Job(job.num_streams, None, 10 * job.num_streams, job.faults, job.seed)
+        await run_streams(client, requests, answers, warm_up, tally)
+        await until_idle(client)
+        tally.before = Held.by(front)
+        async with contextlib.AsyncExitStack() as stack:
+            if job.faults:
+                injuring = injure(front, random.Random(job.seed), tally.injuries)
+                stack.callback(asyncio.create_task(injuring).cancel)
+            await run_streams(client, requests, answers, job, tally)
+        await until_idle(client)
+        tally.after = Held.by(front)
+    return tally
+
+
+def main() -> int:
+    """Runs the job that the command line describes. Returns 1 if a request was lost or wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--num-requests", type=int, default=1000)
+    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    job = Job(args.streams, args.seconds, args.num_requests, args.faults, args.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        tally = asyncio.run(stress(Path(folder), job))
+    for name, value in vars(tally).items():
+        print(f"{name}: {value}")
+    return int(bool(tally.complaints))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

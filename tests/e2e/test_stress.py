@@ -1,0 +1,34 @@
+"""Streams of many kinds while engines are killed, stopped and made to raise; and without faults."""
+
+import psutil
+
+from jaxserve.testing.stress import NUM_ENGINES, Job, stress
+
+
+def assert_nothing_is_left(tally) -> None:
+    assert not tally.complaints
+    assert tally.after.num_processes <= tally.before.num_processes
+    # Connections of engines that were restarted may be closed a little later.
+    assert tally.after.num_descriptors <= tally.before.num_descriptors + 4 * NUM_ENGINES
+    assert tally.after.memory_bytes < 1.2 * tally.before.memory_bytes + 2**24
+
+
+async def test_streams_survive_engines_that_die(tmp_path) -> None:
+    """The long form: ``python -m jaxserve.testing.stress --faults --seconds 120 --streams 200``."""
+    tally = await stress(
+        tmp_path, Job(num_streams=40, seconds=20, num_requests=None, faults=True, seed=1)
+    )
+    assert_nothing_is_left(tally)
+    assert sum(tally.injuries.values()) > 0
+    assert tally.outcomes["answered"] > 100
+    assert tally.outcomes["crashed twice"] <= 0.05 * tally.outcomes["answered"]
+
+
+async def test_memory_stays_flat(tmp_path) -> None:
+    """The long form is ``python -m jaxserve.testing.stress --num-requests 20000``."""
+    tally = await stress(
+        tmp_path, Job(num_streams=32, seconds=None, num_requests=600, faults=False, seed=2)
+    )
+    assert_nothing_is_left(tally)
+    assert tally.outcomes == {"answered": 920}
+    assert not [p for p in psutil.Process().children() if "server" in p.cmdline()]

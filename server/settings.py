@@ -85,7 +85,11 @@ class ServerSettings:
       ConfigError: a value is invalid.
     """
 
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 listens on all networks")
+    host: str = setting(
+        "127.0.0.1",
+        "address or name to listen on; localhost is 127.0.0.1 and ::1, 0.0.0.0 all IPv4 networks, "
+        "'' and :: all networks",
+    )
     port: int = setting(8000, "port to listen on; 0 picks a free one")
     chat_template: str | None = setting(
         None, "file with a Jinja chat template (default: the template of the model)"
@@ -106,7 +110,9 @@ class ServerSettings:
         10.0, "seconds between throughput lines in the log; 0 turns them off"
     )
     shutdown_timeout: float = setting(
-        5.0, "seconds that requests in flight may take to finish at shutdown"
+        5.0,
+        "seconds that requests in flight may take to finish after SIGTERM, SIGHUP or SIGINT; a "
+        "second SIGINT ends them at once, SIGQUIT gives them unlimited time",
     )
     keep_running: bool = setting(
         False,
@@ -120,6 +126,8 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         # Check here, so that errors show before a model is loaded.
+        if not self.shutdown_timeout >= 0:  # not a number is refused, too
+            raise ConfigError(f"--shutdown-timeout must be at least 0, got {self.shutdown_timeout}")
         if self.tool_call_parser not in ("auto", "none"):
             tool_parser(self.tool_call_parser)
         if self.reasoning_parser not in ("auto", "none"):

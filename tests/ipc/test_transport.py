@@ -134,11 +134,11 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_replaced(tmp_path, monk
     module, name = (os, "open") if moment == "open" else (fcntl, "flock")
     original, removed = getattr(module, name), []
 
-    def remove_first(*args):
+    def remove_first(*args, **options):
         if not removed:
             removed.extend(tmp_path.iterdir())
             removed[0].rmdir()
-        return original(*args)
+        return original(*args, **options)
 
     monkeypatch.setattr(module, name, remove_first)
     folder = SocketFolder()
@@ -161,8 +161,8 @@ def test_where_folders_cannot_be_locked_none_is_removed(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_no_temporary_folder_is_an_error_of_the_user(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+def test_no_temporary_folder_is_an_error_of_the_user(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     with pytest.raises(ConfigError, match="TMPDIR"):
         SocketFolder()
 

@@ -14,6 +14,8 @@ from server.settings import ApiSettings, ServerSettings
         ("default_chat_template_kwargs", "{"),
         ("default_chat_template_kwargs", "[1]"),
         ("default_chat_template_kwargs", '{"messages": []}'),
+        ("shutdown_timeout", -1.0),
+        ("shutdown_timeout", float("nan")),
     ],
 )
 def test_rejects_invalid_server_settings(field, value) -> None:

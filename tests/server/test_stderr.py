@@ -149,6 +149,19 @@ def test_a_non_blocking_output_gets_everything() -> None:
     assert reader.data == LINE * 5000
 
 
+def test_a_terminal_that_is_closed_does_not_disturb() -> None:
+    shown, terminal = os.openpty()
+    with stderr_as(terminal):
+        os.close(terminal)
+        with StderrRelay() as relay:
+            assert relay.is_terminal
+            write(b"\rno line end")
+            assert os.read(shown, 100) == b"\rno line end"
+            os.close(shown)
+            write(b"one\ntwo\n")
+            wait_until(lambda: relay.num_lost == 2)
+
+
 def test_streams_that_were_closed_are_opened() -> None:
     code = (
         "import os, sys; from server.stderr import standard_streams;"

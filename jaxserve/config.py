@@ -15,6 +15,7 @@ MIB = 1024**2
 GIB = 1024**3
 
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
+OnNonfinite = Literal["error", "ignore"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -184,7 +185,7 @@ class LogprobsConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """The stages of the sampler."""
+    """The sampler: its stages, and what it does with logits that are not finite."""
 
     logits_processors: tuple[str, ...] = setting(
         (),
@@ -192,6 +193,12 @@ class SamplingConfig:
         "point in the group jaxserve.logits_processors. The engine imports the module and runs its "
         "code. May be repeated (default: none)",
         alias="--logits-processor",
+    )
+    on_nonfinite: OnNonfinite = setting(
+        "error",
+        "what happens to a request whose logits, prompt log probabilities or vector are NaN or "
+        "infinite: error ends it with an error that says so, ignore goes on with meaningless "
+        "tokens, as vLLM does",
     )
 
 

@@ -5,8 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxserve.core.plan import ScheduledRequest, StepResult
-from jaxserve.core.request import Request
+from jaxserve.core.request import Request, Status
 from jaxserve.ipc.messages import FinishReason, RequestOutput, TokenLogprobs
+
+NOT_FINITE = (
+    "the model gave this request {} that are not finite numbers; its weights are damaged, or its "
+    "activations overflow in this dtype"
+)
+
+
+def sampled_output(
+    request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+) -> RequestOutput:
+    """Returns the output of a request that sampled these tokens, at least one."""
+    if request.params.pooling is not None:
+        return pooling_output(request)
+    return append_tokens(request, token_ids, logprobs)
+
+
+def failures(
+    drafted: Sequence[tuple[Request, ScheduledRequest]], result: StepResult
+) -> list[tuple[Request, RequestOutput]]:
+    """Returns the requests that `StepResult.not_finite` ends, and their last outputs."""
+    if not result.not_finite:
+        return []
+    ended = [r for r, _ in drafted if r.id in result.not_finite and r.status is not Status.FINISHED]
+    return [(request, _not_finite_output(request)) for request in ended]
+
+
+def _not_finite_output(request: Request) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.id,
+        token_ids=[],
+        finish_reason=FinishReason.ERROR,
+        scheduled_s=request.scheduled_s or 0.0,
+        error=NOT_FINITE.format("logits" if request.params.pooling is None else "hidden states"),
+    )
 
 
 def append_tokens(

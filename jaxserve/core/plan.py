@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -226,7 +226,7 @@ class StepResult:
 
     Attributes:
       token_ids: the tokens that each request sampled, aligned with ``plan.sampling``. There is one,
-        and one more for each accepted draft.
+        and one more for each accepted draft. A request in ``not_finite`` may have fewer, or none.
       logprobs: for each request an entry per token, or None if it did not ask; None if no request
         asked.
       prompt_logprobs: aligned with ``plan.scoring``; one entry per position that
@@ -235,6 +235,8 @@ class StepResult:
         hidden states over the scheduled tokens.
       num_drafts: the drafts that were proposed for each request, aligned with ``plan.sampling``;
         empty if the plan does not speculate.
+      not_finite: the IDs of the requests that cannot go on, because the model gave them logits or
+        hidden states that are not finite.
     """
 
     token_ids: Sequence[list[int]]
@@ -242,6 +244,7 @@ class StepResult:
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
     pooled: Sequence[Sequence[float]] = ()
     num_drafts: Sequence[int] = ()
+    not_finite: Collection[str] = ()
 
 
 class StepHandle(Protocol):

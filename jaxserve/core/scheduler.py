@@ -11,7 +11,7 @@ from jaxserve.core.block_pool import BlockPool
 from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.draft_planner import DraftPlanner
 from jaxserve.core.kv_cache_manager import KVCacheManager
-from jaxserve.core.outputs import add_pooled, add_prompt_logprobs, append_tokens, pooling_output
+from jaxserve.core.outputs import add_pooled, add_prompt_logprobs, failures, sampled_output
 from jaxserve.core.plan import Constraint, StepPlan, StepResult, TableUpdate
 from jaxserve.core.policy import policy_named
 from jaxserve.core.request import Request, Status, check_length
@@ -165,7 +165,8 @@ class Scheduler:
         """Applies the result of a step. Call it once per plan, in the order of the steps.
 
         Returns one output for each request that sampled and has not ended. A pooling request has
-        one output, with its vector and without tokens.
+        one output, with its vector and without tokens. A request whose numbers are not finite ends
+        with an output of its own.
         """
         drafted = list(zip(self._in_flight.pop(plan.step_id), plan.scheduled, strict=True))
         add_prompt_logprobs(drafted, result)
@@ -178,12 +179,15 @@ class Scheduler:
         for (request, scheduled), token_ids, entries, proposed in zip(
             sampling, result.token_ids, logprobs, num_drafts, strict=True
         ):
-            if request.status is Status.FINISHED:
+            if request.status is Status.FINISHED or not token_ids:
                 continue
             request.settle(scheduled.num_rows, len(token_ids))
             if scheduled.num_drafts:
                 self._drafts.add(request, scheduled, proposed, len(token_ids) - 1)
             outputs.append(self._finish_output(request, token_ids, entries))
+        for request, output in failures(drafted, result):
+            self._end(request)
+            outputs.append(output)
         self._drop_ended_from_running()
         self._total_steps += 1
         self._total_generation_tokens += sum(len(output.token_ids) for output in outputs)
@@ -208,10 +212,7 @@ class Scheduler:
         """Applies sampled tokens to a request, and ends it if it is complete."""
         if request.num_output_tokens == 0:
             self._total_prompt_tokens += request.num_prompt_tokens
-        if request.params.pooling is not None:
-            output = pooling_output(request)
-        else:
-            output = append_tokens(request, token_ids, logprobs)
+        output = sampled_output(request, token_ids, logprobs)
         if output.finish_reason is not None:
             self._end(request)
         return output

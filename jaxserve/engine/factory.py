@@ -94,6 +94,7 @@ def build(
         stages=stages,
         placement=chosen.placement,
         propose=propose,
+        checks_finite=config.sampling.on_nonfinite == "error",
     )
     if config.compile.warmup:
         with phase("compile", "programs") as compiling:

@@ -114,7 +114,7 @@ def _to_delta(
 ) -> Delta:
     token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
     if reason == FinishReason.ERROR:
-        raise RequestFailedError("the engine could not continue this request")
+        raise RequestFailedError(output.error or "the engine could not continue this request")
     shown = token_ids
     if reason == FinishReason.STOP and not task.params.include_stop_str_in_output:
         # The token that ended a completion is not part of its text. A completion that ends with its

@@ -151,6 +151,7 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
         entry 0 is None.
       embedding: the vector of a request with `SamplingParams.pooling`, not normalised. Such a
         request has exactly one output, without tokens and with reason STOP.
+      error: why the engine could not continue, with the finish reason ERROR. For the user.
     """
 
     request_id: str
@@ -162,6 +163,7 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     scheduled_s: float = 0.0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     embedding: list[float] | None = None
+    error: str | None = None
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):

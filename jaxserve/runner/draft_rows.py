@@ -73,7 +73,8 @@ class Verified:
     """The outcome of a step with drafts. N is the largest number of rows of any step.
 
     Attributes:
-      tokens: i32[N], the token that each row drew; 0 after the rows of the step.
+      tokens: i32[N], the token that each row drew, marked if its logits are not finite; see
+        `sampling.finite`. 0 after the rows of the step.
       is_accepted: bool[N], whether the token belongs to the request: all drafts of the request up
         to this row were accepted.
       is_live: bool[N], as in `PlacedRows`.

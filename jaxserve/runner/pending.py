@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxserve.core.plan import StepPlan, StepResult
+from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
 from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.runner.draft_rows import Verified
 from jaxserve.runner.pooling import PooledVectors
@@ -22,11 +23,12 @@ class PendingStep:
 
     Args:
       plan: the plan of the step.
-      most_likely: i32[R], the most likely token of each row.
+      most_likely: i32[R], as in `Forward`.
       work: the sampler's part of the step.
       run_sampler: starts that part without waiting for it.
       scores: the prompt log probabilities of the step, or None.
       pooled: the pooled vectors of the step, or None.
+      checks_finite: whether requests end whose logits or vectors are not finite.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class PendingStep:
         *,
         scores: PromptScores | None,
         pooled: PooledVectors | None,
+        checks_finite: bool = True,
     ) -> None:
         self._plan = plan
         self._most_likely = most_likely
@@ -45,6 +48,7 @@ class PendingStep:
         self._run_sampler = run_sampler
         self._scores = scores
         self._pooled = pooled
+        self._checks_finite = checks_finite
         self._sampled: Sampled | None = None
         if not plan.speculates:
             most_likely.copy_to_host_async()
@@ -65,24 +69,64 @@ class PendingStep:
             tokens = np.array(self._most_likely)
             if sampled.tokens is not None:
                 indices = list(self._work.needs.to_sample)
-                tokens[indices] = sampled.tokens[: len(indices)]
+                drawn = sampled.tokens[: len(indices)]
+                tokens[indices] = np.where(tokens[indices] < 0, tokens[indices], drawn)
             indices = [i for i, part in enumerate(self._plan.scheduled) if part.samples]
-            rows: Iterable[range] = (range(i, i + 1) for i in indices)
+            rows = [range(i, i + 1) for i in indices]
             token_ids = tokens[indices, None].tolist()
         else:
             tokens = sampled.verified.tokens
             rows, num_drafts = _verified_rows(self._plan, sampled.verified)
             token_ids = [tokens[each.start : each.stop].tolist() for each in rows]
+        failed: set[str] = set()
+        scores = self._finite_only(self._scores, self._plan.scoring, failed)
+        pooled = self._finite_only(self._pooled, self._plan.pooling, failed)
+        if failed or tokens.min() < 0:  # rare
+            rows = self._sound_rows(rows, tokens, failed)
+            token_ids = [tokens[each.start : each.stop].tolist() for each in rows]
         return StepResult(
             token_ids,
             None if sampled.logprobs is None else self._logprobs(sampled, tokens, rows),
-            prompt_logprobs=() if self._scores is None else self._scores.result(),
-            pooled=() if self._pooled is None else self._pooled.result(),
+            prompt_logprobs=scores,
+            pooled=pooled,
             num_drafts=num_drafts,
+            not_finite=failed,
         )
 
+    def _finite_only(
+        self,
+        pending: PromptScores | PooledVectors | None,
+        parts: Sequence[ScheduledRequest],
+        failed: set[str],
+    ) -> Sequence[Any]:
+        """Returns the results for these parts, and adds those that are not finite to ``failed``."""
+        if pending is None:
+            return ()
+        results, is_finite = pending.result()
+        if self._checks_finite:
+            failed.update(p.request_id for p, ok in zip(parts, is_finite, strict=True) if not ok)
+        return results
+
+    def _sound_rows(
+        self, rows: Sequence[range], tokens: Int32[np.ndarray, " rows"], failed: set[str]
+    ) -> list[range]:
+        """Cuts each range before the first marked token, and adds its request to ``failed``.
+
+        Ranges of requests that have failed become empty.
+        """
+        sound: list[range] = []
+        for part, each in zip(self._plan.sampling, rows, strict=True):
+            marked = np.flatnonzero(tokens[each.start : each.stop] < 0)
+            if part.request_id in failed:
+                each = each[:0]
+            elif len(marked):
+                failed.add(part.request_id)
+                each = each[: int(marked[0])]
+            sound.append(each)
+        return sound
+
     def _logprobs(
-        self, sampled: Sampled, tokens: Int32[np.ndarray, " rows"], rows: Iterable[range]
+        self, sampled: Sampled, tokens: Int32[np.ndarray, " rows"], rows: Sequence[range]
     ) -> list[list[TokenLogprobs] | None]:
         """Returns entries for each of these ranges of rows, or None if a request asked for none."""
         assert sampled.logprobs is not None

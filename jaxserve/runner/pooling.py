@@ -81,6 +81,11 @@ class PooledVectors:
         self._chunks = chunks
         self._count = count
 
-    def result(self) -> list[list[float]]:
-        """Waits for the vectors and returns them, aligned with ``plan.pooling``."""
-        return np.concatenate(self._chunks)[: self._count].tolist()
+    def result(self) -> tuple[list[list[float]], list[bool]]:
+        """Waits for the vectors.
+
+        Returns:
+          (the vectors, whether each is finite), both aligned with ``plan.pooling``.
+        """
+        vectors = np.concatenate(self._chunks)[: self._count]
+        return vectors.tolist(), np.isfinite(vectors).all(-1).tolist()

@@ -6,11 +6,13 @@ at a time. With a fixed number of rows, each number of most likely tokens needs 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
@@ -20,10 +22,14 @@ from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.runner.jit import CompilationLog, Program
 from jaxserve.runner.placement import ONE_DEVICE, WHOLE, Placement
 from jaxserve.runner.step import LanguageModel
+from jaxserve.sampling.finite import all_finite
 from jaxserve.sampling.logprobs import Logprobs, compute_logprobs, logprobs_size, to_message
 
 CHUNK = 64
 """Rows of logits that exist at the same time."""
+
+NOT_FINITE = 0
+"""The rank of a token whose logits are not finite. Other ranks start at 1."""
 
 
 class PromptScorer:
@@ -37,6 +43,7 @@ class PromptScorer:
       log: receives the compilations.
       placement: the devices that compute the logits together.
       param_specs: `placement.specs` of the parameters.
+      checks_finite: whether to look for logits that are not finite.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class PromptScorer:
         log: CompilationLog,
         placement: Placement = ONE_DEVICE,
         param_specs: Any = WHOLE,
+        checks_finite: bool = True,
     ) -> None:
         self._vocab_size = vocab_size
 
@@ -73,7 +81,12 @@ class PromptScorer:
             k: int,
         ) -> Logprobs:
             as_logits = logprobs_mode.endswith("logits")
-            return compute_logprobs(all_logits(params, hidden), targets, k, as_logits=as_logits)
+            logits = all_logits(params, hidden)
+            scores = compute_logprobs(logits, targets, k, as_logits=as_logits)
+            if not checks_finite:
+                return scores
+            ranks = jnp.where(all_finite(logits), scores.ranks, NOT_FINITE)
+            return dataclasses.replace(scores, ranks=ranks)
 
         self._take = Program("gathering hidden states", take_hidden_step, log)
         self._score = Program("log probabilities of prompts", score_prompt_step, log)
@@ -150,16 +163,22 @@ class PromptScores:
         self._chunks = chunks
         self._targets = targets
 
-    def result(self) -> list[list[TokenLogprobs]]:
-        """Waits for the log probabilities and returns them, aligned with ``plan.scoring``."""
+    def result(self) -> tuple[list[list[TokenLogprobs]], list[bool]]:
+        """Waits for the log probabilities.
+
+        Returns:
+          (the log probabilities, whether they come from finite logits), both aligned with
+          ``plan.scoring``.
+        """
         scores = jax.tree.map(lambda *arrays: np.concatenate(arrays), *self._chunks)
         tokens = self._targets.tolist()
-        found, at = [], 0
+        found, is_finite, at = [], [], 0
         for part in self._plan.scoring:
             k, end = part.params.prompt_logprobs or 0, at + part.num_prompt_targets
             found.append([to_message(scores, row, tokens[row], k) for row in range(at, end)])
+            is_finite.append(bool((scores.ranks[at:end] != NOT_FINITE).all()))
             at = end
-        return found
+        return found, is_finite
 
 
 def _indices_and_targets(

@@ -57,6 +57,8 @@ class ModelRunner:
       placement: the devices of ``params`` and ``kv``. The sampler runs on all of them alike, since
         each has all logits and last tokens.
       propose: proposes the drafts of plans that speculate, ``sizes.max_drafts`` at most.
+      checks_finite: whether a request ends when its logits or its vector are not finite. If not,
+        its tokens are those that `argmax` and the sampler happen to give.
 
     Attributes:
       buckets: the shapes of steps.
@@ -77,13 +79,16 @@ class ModelRunner:
         stages: Sequence[Stage] = (),
         placement: Placement = ONE_DEVICE,
         propose: ProposeFn | None = None,
+        checks_finite: bool = True,
     ) -> None:
         rows = sizes.max_num_seqs
         self._log = CompilationLog()
         self._params = params
         self._state = StepState(kv, jnp.zeros(rows, jnp.int32, device=placement.sharding()))
         param_specs = specs(params)
-        step = make_step(bind, attention, placement, param_specs=param_specs)
+        step = make_step(
+            bind, attention, placement, param_specs=param_specs, checks_finite=checks_finite
+        )
         self._step = Program("step", step, self._log)
         self._sampler = TokenSampler(
             num_rows=rows,
@@ -101,7 +106,9 @@ class ModelRunner:
             log=self._log,
             placement=placement,
             param_specs=param_specs,
+            checks_finite=checks_finite,
         )
+        self._checks_finite = checks_finite
         self._pooler = Pooler(bind, log=self._log)
         self._block_size = sizes.block_size
         self.buckets = Buckets(
@@ -149,7 +156,15 @@ class ModelRunner:
         if placed is not None:
             verify = functools.partial(self._drafting.accept, placed, forward.most_likely)
         sample = functools.partial(self._sample, verify=verify)
-        step = PendingStep(plan, forward.most_likely, work, sample, scores=scores, pooled=pooled)
+        step = PendingStep(
+            plan,
+            forward.most_likely,
+            work,
+            sample,
+            scores=scores,
+            pooled=pooled,
+            checks_finite=self._checks_finite,
+        )
         if not plan.is_constrained:
             step.sample()
         return step

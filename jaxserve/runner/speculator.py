@@ -39,6 +39,7 @@ from jaxserve.runner.draft_rows import (
 )
 from jaxserve.runner.jit import CompilationLog, Packed, Program, pack
 from jaxserve.runner.proposer import ProposeFn
+from jaxserve.sampling.finite import marked, without_marks
 from jaxserve.sampling.inputs import LastTokens
 
 MIN_START = 1024
@@ -111,11 +112,13 @@ class Speculator:
             sampled: Int32[Array, " a"] | None,
             indices: Int32[Array, " a"] | None,
         ) -> tuple[TokenStore, LastTokens, Verified]:
+            is_sound = drawn >= 0
+            drawn = without_marks(drawn)
             if sampled is not None:
                 drawn = drawn.at[indices].set(sampled, mode="drop")
             store, last_tokens, is_accepted = accept_drafts(store, last_tokens, placed, drawn)
             padding = (0, sizes.max_num_rows - len(drawn))
-            columns = (drawn, is_accepted, placed.is_live)
+            columns = (marked(drawn, is_sound), is_accepted, placed.is_live)
             return store, last_tokens, Verified(*(jnp.pad(column, padding) for column in columns))
 
         self._start = Program("starting to speculate", start_step, log)
@@ -152,7 +155,7 @@ class Speculator:
 
         Args:
           placed: returned by `place`.
-          most_likely: i32[R], the most likely token of each row.
+          most_likely: i32[R], as in `Forward`.
           sampled: i32[A], the tokens that replace it in the rows ``indices``, then padding; None if
             there are none.
           indices: indices in [0, R) of the first entries of ``sampled``.

@@ -22,6 +22,7 @@ from jaxserve.runner import kv_cache
 from jaxserve.runner.batch import StepInputs
 from jaxserve.runner.jit import Packed
 from jaxserve.runner.placement import ONE_DEVICE, WHOLE, Placement
+from jaxserve.sampling.finite import marked_argmax, without_marks
 from jaxserve.sampling.inputs import LastTokens
 from jaxserve.sampling.vocabulary import argmax
 
@@ -74,7 +75,8 @@ class Forward:
     Attributes:
       hidden: [T, D], the hidden state of every token, an input of `LanguageModel.logits`.
       logits: f32[R, V], after the last token of each request.
-      most_likely: i32[R], the most likely next token of each request.
+      most_likely: i32[R], the most likely next token of each request, marked if its logits are not
+        finite; see `sampling.finite`.
     """
 
     hidden: Float[Leaf, "tokens hidden"]
@@ -95,6 +97,7 @@ def make_step(
     placement: Placement = ONE_DEVICE,
     *,
     param_specs: Any = WHOLE,
+    checks_finite: bool = True,
 ) -> StepFn:
     """Returns the jitted step, ``(params, state, packed StepInputs) -> (state, Forward)``.
 
@@ -105,6 +108,7 @@ def make_step(
       attention: the attention backend.
       placement: the devices that run the step together.
       param_specs: `placement.specs` of the parameters.
+      checks_finite: whether to mark the tokens of logits that are not finite.
     """
 
     def compute(
@@ -116,8 +120,10 @@ def make_step(
         model = bind(params)
         hidden, kv = model(tokens, kv, inputs.meta, attention=attention)
         logits = model.logits(hidden[inputs.logit_tokens])
-        most_likely = argmax(logits)
-        last_tokens = last_tokens.at[inputs.kept_in_row].set(most_likely, mode="drop")
+        most_likely = marked_argmax(logits) if checks_finite else argmax(logits)
+        last_tokens = last_tokens.at[inputs.kept_in_row].set(
+            without_marks(most_likely), mode="drop"
+        )
         return kv, last_tokens, Forward(hidden, logits, most_likely)
 
     cache_spec = placement.spec(kv_cache.AXES)

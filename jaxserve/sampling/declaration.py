@@ -234,8 +234,8 @@ def apply_stage(stage: Stage, logits: Logits, last_tokens: LastTokens, rows: Sta
     if got != expected:
         raise ConfigError(f"the stage {stage.name} must return logits {expected}, got {got}")
     changed = jnp.where(logits == -jnp.inf, -jnp.inf, jnp.minimum(changed, LARGEST_LOGIT))
-    # False for NaN, which `max` propagates.
-    is_usable = changed.max(-1) > -jnp.inf
+    # On a CPU, `max` drops NaN.
+    is_usable = (changed.max(-1) > -jnp.inf) & ~jnp.isnan(changed).any(-1)
     is_changed = (rows.is_on > 0) & is_usable
     return jnp.where(is_changed[:, None], changed, logits)
 

@@ -18,17 +18,17 @@ GROUP = 128
 Values = Float32[Array, "rows vocab"]
 
 
-def grouped(values: Values) -> Float32[Array, "rows groups 128"]:
-    """Returns f32[R, V] as f32[R, G, 128], padded with -inf if V is not a multiple of 128."""
+def grouped(values: Values, *, fill: float = -jnp.inf) -> Float32[Array, "rows groups 128"]:
+    """Returns f32[R, V] as f32[R, G, 128], padded with ``fill`` if V is not a multiple of 128."""
     rows, width = values.shape
     missing = -width % GROUP
     if missing:
-        values = jnp.pad(values, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+        values = jnp.pad(values, ((0, 0), (0, missing)), constant_values=fill)
     return values.reshape(rows, -1, GROUP)
 
 
 def argmax(values: Values) -> Int32[Array, " rows"]:
-    """Returns the index of the largest value of each row, or of a NaN if the row has one."""
+    """Returns the index of the largest value of each row; any index if the row has a NaN."""
     groups = grouped(values)
     best = jnp.argmax(groups.max(-1), -1).astype(jnp.int32)
     members = jnp.take_along_axis(groups, best[:, None, None], 1)[:, 0]

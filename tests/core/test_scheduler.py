@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.core.plan import StepResult
 from jaxserve.ipc.messages import FinishReason, TokenLogprobs
-from jaxserve.testing.scheduling import EOS, add, make_scheduler, parts, shape, update
+from jaxserve.testing.scheduling import EOS, OTHER, add, make_scheduler, parts, shape, update
 
 
 class TestOneStepInFlight:
@@ -259,4 +259,56 @@ def test_check_integrity_detects_damage(damage):
     scheduler.check_integrity()
     damage(scheduler._running)
     with pytest.raises(AssertionError):
+        scheduler.check_integrity()
+
+
+class TestNumbersThatAreNotFinite:
+    def test_the_request_ends_with_an_error_and_its_blocks_are_free(self):
+        scheduler = make_scheduler()
+        add(scheduler, "a", "b")
+        plan = scheduler.schedule(1.0)
+        result = StepResult([[], [OTHER]], not_finite={"a"})
+        b, a = scheduler.update(plan, result)
+        assert (a.request_id, a.token_ids, a.finish_reason) == ("a", [], FinishReason.ERROR)
+        assert (a.error is not None, a.scheduled_s) == (True, 1.0)
+        assert (b.request_id, b.token_ids, b.finish_reason) == ("b", [OTHER], None)
+        assert parts(scheduler.schedule(2.0)).keys() == {"b"}
+        scheduler.check_integrity()
+
+    def test_a_chunk_of_a_prompt_can_fail(self):
+        scheduler = make_scheduler(max_num_batched_tokens=8)
+        add(scheduler, "a", num_prompt_tokens=20, prompt_logprobs=0)
+        plan = scheduler.schedule(0.0)
+        entries = [TokenLogprobs([1], [float("nan")], 0)] * 8
+        result = StepResult([], prompt_logprobs=[entries], not_finite={"a"})
+        (output,) = scheduler.update(plan, result)
+        assert output.finish_reason == FinishReason.ERROR
+        assert not scheduler.has_work
+        scheduler.check_integrity()
+
+    def test_the_next_step_in_flight_and_requests_that_have_ended_are_ignored(self):
+        scheduler = make_scheduler()
+        add(scheduler, "a", "b")
+        first = scheduler.schedule(0.0)
+        second = scheduler.schedule(0.0)
+        failed = StepResult([[], [EOS]], not_finite={"a"})
+        assert len(scheduler.update(first, failed)) == 2
+        failed = StepResult([[], []], not_finite={"a", "b"})
+        assert scheduler.update(second, failed) == []
+        assert not scheduler.has_work
+        scheduler.check_integrity()
+
+    def test_a_preempted_request_can_fail(self):
+        scheduler = make_scheduler(num_blocks=4 + 1)
+        add(scheduler, "a", "b", num_prompt_tokens=7)
+        update(scheduler, scheduler.schedule(0.0))
+        step = scheduler.schedule(0.0)
+        scheduler.schedule(0.0)
+        assert scheduler.stats().total_preemptions == 1
+        outputs = scheduler.update(step, StepResult([[OTHER], []], not_finite={"b"}))
+        assert [(o.request_id, o.finish_reason) for o in outputs] == [
+            ("a", None),
+            ("b", FinishReason.ERROR),
+        ]
+        assert scheduler.stats().num_waiting == 0
         scheduler.check_integrity()

@@ -25,12 +25,12 @@ from jaxserve.config import (
 from jaxserve.engine.core import BuiltEngine
 from jaxserve.engine.factory import build
 from jaxserve.errors import ConfigError
-from jaxserve.ipc.messages import Submit
+from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.llm import LLM
 from jaxserve.sampling.declaration import Parameter, Stage, StageRows
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.one_step import logits_of
-from jaxserve.testing.tiny import scripted_tensors, tiny_config, write_checkpoint
+from jaxserve.testing.tiny import random_tensors, scripted_tensors, tiny_config, write_checkpoint
 from jaxserve.testing.tolerance import of_model
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
@@ -158,6 +158,27 @@ def test_four_devices_answer_like_one(checkpoint: Path) -> None:
         atol = of_model(model, 41, scale=float(np.abs(wanted).max()))
         np.testing.assert_allclose(found[name].values, wanted, rtol=0, atol=atol)
         assert len(wanted) > 40
+
+
+def test_four_devices_find_logits_that_are_not_finite(tmp_path: Path) -> None:
+    """A damaged embedding of one token, which only one device holds."""
+    tiny = CONFIGS["llama"]
+    tensors = random_tensors(tiny)
+    tensors["model.embed_tokens.weight"][300] = np.nan
+    folder = write_checkpoint(tmp_path / "damaged", tiny, tensors)
+    core = build(config(folder, 4), 0, lambda _: None).core
+    prompts = {"bad": [7, 300, 9], "good": [7, 8, 9], "also bad": [300, 7, 8]}
+    for name, prompt in prompts.items():
+        core.add(Submit(name, prompt, sampling(3, temperature=1.0 if name == "bad" else 0)))
+    reasons: dict[str, int | None] = {}
+    while core.has_work:
+        for output in core.step(0.0):
+            reasons[output.request_id] = output.finish_reason
+    assert reasons == {
+        "bad": FinishReason.ERROR,
+        "good": FinishReason.LENGTH,
+        "also bad": FinishReason.ERROR,
+    }
 
 
 def test_drafts_on_four_devices_change_no_token(tmp_path: Path) -> None:

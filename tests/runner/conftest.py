@@ -150,6 +150,7 @@ def make_runner(
     sizes: Sizes = SIZES,
     stages: Sequence[Stage] = (),
     propose: ProposeFn | None = None,
+    checks_finite: bool = True,
 ) -> ModelRunner:
     cache = abstract(
         num_layers=LAYERS,
@@ -171,6 +172,7 @@ def make_runner(
         table_widths=TABLE_WIDTHS,
         stages=stages,
         propose=propose,
+        checks_finite=checks_finite,
     )
 
 

@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -170,3 +171,24 @@ def test_a_failing_constraint_ends_only_its_own_request(runner):
     assert reasons.pop(broken) == FinishReason.ERROR
     assert set(reasons.values()) == {FinishReason.LENGTH}
     assert len(tokens_of(outputs[broken])) == 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_constraint_never_sees_a_token_of_logits_that_are_not_finite(
+    runner, build_runner, tiny_model, depth
+):
+    submits = make_requests(4, grammar=Grammar("regex", "x"))
+    chains = {submit.request_id: Chain() for submit in submits}
+    expected, _ = run(runner, submits, lambda s: resolved(Chain()))
+    unseen = {t for s in submits for t in (*s.prompt_token_ids, *tokens_of(expected[s.request_id]))}
+    bad = min(set(range(VOCAB)) - unseen)
+    prompt = [*submits[1].prompt_token_ids[:-1], bad]
+    submits[1] = msgspec.structs.replace(submits[1], prompt_token_ids=prompt)
+    embed = tiny_model.params["embed"].at[bad].set(np.nan)
+    damaged = build_runner({**tiny_model.params, "embed": embed})
+    found, _ = run(damaged, submits, lambda s: resolved(chains[s.request_id]), depth=depth)
+    (failed,) = found.pop("1")
+    assert (failed.token_ids, failed.finish_reason) == ([], FinishReason.ERROR)
+    assert chains["1"].tokens == []
+    for name, outputs in found.items():
+        assert tokens_of(outputs) == tokens_of(expected[name])

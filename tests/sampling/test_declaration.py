@@ -52,7 +52,8 @@ def test_a_removed_token_stays_removed_and_one_token_is_always_left(logits):
     force = Stage(name="force", apply=lambda logits, rows: jnp.zeros_like(logits))
     changed = np.asarray(apply_stage(force, jnp.asarray(logits), NO_TOKENS, rows_of(force, 4)))
     np.testing.assert_array_equal(changed == -np.inf, logits == -np.inf)
-    for value in (-np.inf, np.nan):
+    one_nan = np.where(np.arange(logits.shape[1]) == 200, np.nan, 0).astype(np.float32)
+    for value in (-np.inf, np.nan, one_nan):
         bad = Stage(name="bad", apply=lambda logits, rows, value=value: logits * 0 + value)
         changed = apply_stage(bad, jnp.asarray(logits), NO_TOKENS, rows_of(bad, 4))
         np.testing.assert_array_equal(changed, logits)

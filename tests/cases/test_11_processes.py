@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -53,8 +54,12 @@ def open_stream(stack, url):
     return lines
 
 
-def test_js_168_the_death_of_the_engine_fails_its_requests(folder, tmp_path) -> None:
-    with program(MODEL, "--port", 0, *FAKE, cwd=folder, TMPDIR=str(tmp_path)) as server:
+@pytest.mark.parametrize("keeps_running", [False, True])
+def test_js_168_without_restarts_the_death_of_the_engine_fails_its_requests(
+    folder, tmp_path, keeps_running
+) -> None:
+    flags = ("--max-engine-restarts", 0, *(("--keep-running",) if keeps_running else ()))
+    with program(MODEL, "--port", 0, *flags, *FAKE, cwd=folder, TMPDIR=str(tmp_path)) as server:
         url = server.url
         front, engine = server.processes()
         with contextlib.ExitStack() as stack:
@@ -77,12 +82,45 @@ def test_js_168_the_death_of_the_engine_fails_its_requests(folder, tmp_path) -> 
         assert time.monotonic() - killed_at < 5
         assert replies[0].status_code == 503
         assert "SIGKILL" in replies[0].json()["error"]["message"]
-        with contextlib.suppress(httpx.TransportError):  # the server may have exited
+        if keeps_running:
             assert httpx.get(f"{url}/health").status_code == 503
             assert httpx.post(url + COMPLETIONS, json=BODY).status_code == 503
-        server.process.send_signal(signal.SIGTERM)
-        server.wait()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.wait() == 0
+        else:
+            assert server.wait() == 1
+            assert "restarts of engine 0 are used up" in server.output
+            assert re.search(r"error: engine 0 .*SIGKILL", server.output)
         assert_gone([front, engine], temporary=tmp_path, url=url)
+
+
+def test_js_168_a_stream_goes_on_after_the_death_of_the_engine(folder, tmp_path) -> None:
+    body = {**BODY, "max_tokens": 100, "temperature": 0, "stream": True, "logprobs": 0}
+    with program(MODEL, "--port", 0, *FAKE, cwd=folder, TMPDIR=str(tmp_path)) as server:
+        url = server.url
+
+        def read(*, kill: bool) -> list[dict]:
+            """Returns the choices of the events of a stream; kills the engine after the first."""
+            choices = []
+            with httpx.stream("POST", url + COMPLETIONS, json=body, timeout=60) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        choices += json.loads(line.removeprefix("data: "))["choices"]
+                        if kill and len(choices) == 1:
+                            server.processes()[1].kill()
+                assert line == "data: [DONE]" or not line
+            return choices
+
+        def answer(choices: list[dict]) -> tuple:
+            tokens = [token for c in choices for token in c["logprobs"]["tokens"]]
+            return "".join(c["text"] for c in choices), choices[-1]["finish_reason"], tokens
+
+        undisturbed = answer(read(kill=False))
+        assert answer(read(kill=True)) == undisturbed
+        assert len(undisturbed[2]) == 100
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        assert 'engine_restarts_total{model_name="' in httpx.get(f"{url}/metrics").text
+        assert answer(read(kill=False)) == undisturbed
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Observers:
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """How long an engine may send nothing, in seconds. An idle one sends a heartbeat every second.
+    """The seconds for which an engine may send nothing. An idle one sends a heartbeat every second.
 
     Attributes:
       suspect_s: then it gets no new requests.

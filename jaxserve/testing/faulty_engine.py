@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.plan import StepHandle, StepPlan
-from jaxserve.engine import factory
 from jaxserve.engine.core import BuiltEngine
 from jaxserve.ipc.messages import Progress
 
@@ -22,6 +21,8 @@ def build(
     config: EngineConfig, engine: int, on_progress: Callable[[Progress], None]
 ) -> BuiltEngine:
     """Builds engine number ``engine``."""
+    from jaxserve.engine import factory  # not at the top: other parts of this package have no jax
+
     built = factory.build(config, engine, on_progress)
     runner = built.core._runner
     run = runner.execute

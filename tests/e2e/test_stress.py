@@ -2,7 +2,7 @@
 
 import psutil
 
-from jaxserve.testing.stress import NUM_ENGINES, Job, stress
+from jaxserve.bench.stress import NUM_ENGINES, Job, stress
 
 
 def assert_nothing_is_left(tally) -> None:
@@ -14,7 +14,7 @@ def assert_nothing_is_left(tally) -> None:
 
 
 async def test_streams_survive_engines_that_die(tmp_path) -> None:
-    """The long form: ``python -m jaxserve.testing.stress --faults --seconds 120 --streams 200``."""
+    """The long form: ``python -m jaxserve.bench.stress --faults --seconds 120 --streams 200``."""
     tally = await stress(
         tmp_path, Job(num_streams=40, seconds=20, num_requests=None, faults=True, seed=1)
     )
@@ -25,7 +25,7 @@ async def test_streams_survive_engines_that_die(tmp_path) -> None:
 
 
 async def test_memory_stays_flat(tmp_path) -> None:
-    """The long form is ``python -m jaxserve.testing.stress --num-requests 20000``."""
+    """The long form is ``python -m jaxserve.bench.stress --num-requests 20000``."""
     tally = await stress(
         tmp_path, Job(num_streams=32, seconds=None, num_requests=600, faults=False, seed=2)
     )

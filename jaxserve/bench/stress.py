@@ -1,11 +1,11 @@
 """Streams of many kinds at once, compared with what they are alone; with or without faults.
 
-    python -m jaxserve.testing.stress --seconds 120 --streams 200 --faults
-    python -m jaxserve.testing.stress --num-requests 20000 --streams 64
+    python -m jaxserve.bench.stress --seconds 120 --streams 200 --faults
+    python -m jaxserve.bench.stress --num-requests 20000 --streams 64
 
 Starts a server with two engines and a tiny random model in float32. With ``--faults``, engines are
 killed, stopped and made to raise at random. Every stream must end with the text that it has alone.
-Afterwards no request, block, process, socket or descriptor may be left.
+Afterwards no request, block, process or descriptor may be left. Needs the extra ``dev``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Held:
-    """What a server holds: bytes of memory of its front, descriptors, processes and sockets."""
+    """The memory of a front in bytes, its descriptors and its processes."""
 
     memory_bytes: int
     num_descriptors: int
@@ -88,14 +88,14 @@ class Held:
 
     @classmethod
     def by(cls, front: psutil.Process) -> Held:
-        """Returns what a server holds now."""
+        """Returns the current state of a server."""
         children = front.children(recursive=True)
         return cls(front.memory_info().rss, front.num_fds(), len(children))
 
 
 @dataclass
 class Tally:
-    """What became of the requests.
+    """The outcomes of requests.
 
     Attributes:
       outcomes: how many requests had each outcome: "answered"; "refused" with 503 while no engine
@@ -104,7 +104,7 @@ class Tally:
       complaints: what was wrong, at most a few.
       injuries: what was done to engines, and how often.
       longest_gap_s: the longest wait for the next event of a stream.
-      before, after: what the server held, idle, once every kind of request had run, and at the end.
+      before, after: the state of the idle server once every kind of request had run, and at the end.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -123,7 +123,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Job:
-    """How much to run: ``seconds`` or ``num_requests``, in ``num_streams`` at once."""
+    """The amount of work: ``seconds`` or ``num_requests``, in ``num_streams`` at once."""
 
     num_streams: int
     seconds: float | None

@@ -21,6 +21,9 @@ class Device:
       has_native_bf16: whether the hardware computes in bfloat16.
       compute_capability: (major, minor) of an NVIDIA GPU; None on any other device.
       num_cores: streaming multiprocessors of an NVIDIA GPU; None on any other device.
+      most_bytes: as ``free_bytes``, without the fraction of the memory that the user set; None: the
+        same.
+      limited_by: what limits ``free_bytes``, for messages.
     """
 
     platform: Literal["cpu", "gpu"]
@@ -29,6 +32,8 @@ class Device:
     has_native_bf16: bool
     compute_capability: tuple[int, int] | None = None
     num_cores: int | None = None
+    most_bytes: int | None = None
+    limited_by: str = "the memory of the device"
 
 
 CPU = Device("cpu", "CPU", 0, has_native_bf16=False)

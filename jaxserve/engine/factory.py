@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,13 @@ from jaxserve.core.plan import Sizes
 from jaxserve.device import Device
 from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.core import BuiltEngine, assemble
+from jaxserve.engine.memory import (
+    SMALLER_CACHE,
+    SMALLER_STEPS,
+    SMALLER_WEIGHTS,
+    after_weights,
+    explained,
+)
 from jaxserve.engine.sizing import resolve_sizes
 from jaxserve.engine.startup import Phase
 from jaxserve.errors import ConfigError
@@ -67,16 +73,21 @@ def build(
     checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
     spec = read_spec(checkpoint.config)
     chosen = choose(config, checkpoint, spec, devices)
-    # Refuses sizes that do not fit each other before the weights are loaded.
-    _sizes(config, spec, chosen, dataclasses.replace(current_device(), free_bytes=sys.maxsize))
+    _check_memory(config, spec, chosen)
     stages, stage_decisions = _stages(config, logits_processors, spec, has_drafts=bool(propose))
 
     phase = functools.partial(Phase, engine, on_progress=on_progress)
-    with phase("load weights", "bytes") as loading:
+    with (
+        explained("loading the weights", SMALLER_WEIGHTS),
+        phase("load weights", "bytes") as loading,
+    ):
         graphdef, params, weights_decisions = _load(
             config.model.weights_cache, checkpoint, spec, chosen, phase=loading
         )
-    with phase("allocate KV cache", "bytes") as allocating:
+    with (
+        explained("allocating the KV cache", SMALLER_CACHE),
+        phase("allocate KV cache", "bytes") as allocating,
+    ):
         sizes, kv = _allocate(config, spec, chosen, allocating)
     decisions = [*chosen.decisions, *stage_decisions, *weights_decisions]
     if chosen.placement.num_devices > 1:
@@ -97,7 +108,7 @@ def build(
         checks_finite=config.sampling.on_nonfinite == "error",
     )
     if config.compile.warmup:
-        with phase("compile", "programs") as compiling:
+        with explained("running steps", SMALLER_STEPS), phase("compile", "programs") as compiling:
             runner.warm_up(compiling.update)
     grammars = GrammarCompiler(functools.partial(_tokenizer, config, checkpoint), spec.vocab_size)
     return assemble(
@@ -205,12 +216,8 @@ def _allocate(
     Raises:
       ConfigError: a size does not fit the device, or the attention backend cannot use the cache.
     """
-    # Reads the device again: the cache gets the memory that the weights have left. JAX reserved
-    # `pool_fraction` of the GPU's memory as its pool. Weights and cache may take `memory_fraction`
-    # of the GPU's memory, which is this part of the pool.
-    pool_part = config.cache.memory_fraction / config.cache.pool_fraction
-    device = current_device(count=chosen.placement.num_devices, pool_part=pool_part)
-    sizes = _sizes(config, spec, chosen, device)
+    # Reads the device again: the cache gets the memory that the weights have left.
+    sizes = _sizes(config, spec, chosen, _device(config, chosen))
     total = _bytes_per_token(spec, chosen) * sizes.block_size * sizes.num_blocks
     cache = kv_cache.abstract(
         **_cache_shape(spec, chosen),
@@ -223,6 +230,21 @@ def _allocate(
     kv = kv_cache.allocate(cache)
     phase.update(total, total, f"{total / GIB:.2f} GiB in {chosen.cache_dtype}")
     return sizes, kv
+
+
+def _check_memory(config: EngineConfig, spec: ModelSpec, chosen: Choices) -> None:
+    """Refuses weights and sizes that do not fit, before the weights are loaded."""
+    _, params = abstract_params(spec, chosen.layout, sharding=chosen.placement.sharding)
+    device = after_weights(_device(config, chosen), bytes_on_each_device(params))
+    _sizes(config, spec, chosen, device)
+
+
+def _device(config: EngineConfig, chosen: Choices) -> Device:
+    """Returns the facts about each device, with the memory that weights and cache may take now."""
+    # JAX reserved `pool_fraction` of the GPU's memory as its pool. Weights and cache may take
+    # `memory_fraction` of the GPU's memory, which is this part of the pool.
+    pool_part = config.cache.memory_fraction / config.cache.pool_fraction
+    return current_device(count=chosen.placement.num_devices, pool_part=pool_part)
 
 
 def _sizes(config: EngineConfig, spec: ModelSpec, chosen: Choices, device: Device) -> Sizes:

@@ -7,6 +7,8 @@ user asked for as early as possible.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxserve.config import MIB, CacheConfig, EngineConfig, ModelConfig
 from jaxserve.core.cache_groups import CacheGroups
 from jaxserve.core.plan import Sizes
@@ -20,6 +22,11 @@ AS_ASKED = "as asked"
 CPU_CACHE_BYTES = 768 * MIB
 """Bytes of KV cache on a CPU, whose memory other programs share. If one full-length request needs
 more, the cache is larger.
+"""
+
+CPU_STEP_BYTES = 512 * MIB
+"""Bytes that the cache leaves on a CPU: compiling and running the steps of a model of 135 million
+parameters takes about 370 MiB.
 """
 
 
@@ -73,7 +80,7 @@ def resolve_sizes(
     max_drafts = config.speculation.max_drafts
     groups = CacheGroups(windows, cache.block_size, max_num_batched_tokens, max_drafts)
     num_blocks, why = _num_blocks(
-        cache,
+        config,
         device,
         block_bytes=block_bytes,
         full_length_blocks=groups.most_blocks(wanted_len),
@@ -81,7 +88,12 @@ def resolve_sizes(
     )
     max_model_len = groups.longest(num_blocks - 1, wanted_len)
     if max_model_len < 1:
-        free = f"; {device.free_bytes / MIB:.0f} MiB are free" if why != AS_ASKED else ""
+        free = ""
+        if why != AS_ASKED:
+            free = (
+                f"; {device.free_bytes / MIB:.0f} MiB are free ({device.limited_by}). Set "
+                "--kv-cache-memory-mib, use --kv-cache-dtype int8, or give the process more memory"
+            )
         raise ConfigError(
             f"there is no memory for a KV cache: a request needs {groups.most_blocks(1)} blocks "
             f"of {block_bytes / MIB:.1f} MiB, and the cache has {num_blocks - 1} ({why}){free}"
@@ -122,7 +134,7 @@ def _step_sizes(config: EngineConfig, device: Device) -> tuple[int, int]:
 
 
 def _num_blocks(
-    cache: CacheConfig,
+    config: EngineConfig,
     device: Device,
     *,
     block_bytes: int,
@@ -133,10 +145,30 @@ def _num_blocks(
 
     It is no larger than requests can use. ``full_length_blocks`` are those of one request of the
     full context length.
+
+    Raises:
+      ConfigError: the user asked for more memory than there is.
     """
+    cache, most = config.cache, device.most_bytes
+    if most is None:
+        most = device.free_bytes
+    free = f"but {most / MIB:.0f} MiB are free ({device.limited_by})"
     if cache.num_blocks is not None:
+        if cache.num_blocks * block_bytes > most:
+            raise ConfigError(
+                f"--num-blocks {cache.num_blocks} needs a KV cache of "
+                f"{cache.num_blocks * block_bytes / MIB:.0f} MiB, {free}; use at most "
+                f"{most // block_bytes}"
+            )
         return cache.num_blocks, AS_ASKED
-    budget, why = _cache_budget(cache, device, full_length_blocks * block_bytes)
+    if cache.kv_cache_memory_mib is not None and cache.kv_cache_memory_mib * MIB > most:
+        raise ConfigError(
+            f"--kv-cache-memory-mib {cache.kv_cache_memory_mib} does not fit, {free}; use at most "
+            f"{most // MIB}"
+        )
+    replicas = config.parallel.data_parallel_size if device.platform == "cpu" else 1
+    share = replace(device, free_bytes=device.free_bytes // replicas)
+    budget, why = _cache_budget(cache, share, full_length_blocks * block_bytes)
     return min(budget // block_bytes, max_num_seqs * full_length_blocks) + 1, why
 
 
@@ -150,8 +182,10 @@ def _cache_budget(cache: CacheConfig, device: Device, full_length_bytes: int) ->
     if device.platform == "gpu":
         return device.free_bytes, f"{cache.memory_fraction:.0%} of {device.kind} minus the weights"
     half = device.free_bytes // 2
-    if max(CPU_CACHE_BYTES, full_length_bytes) > half:
-        return half, "half of the free memory"
+    limit = max(min(half, device.free_bytes - CPU_STEP_BYTES), half // 4)
+    if max(CPU_CACHE_BYTES, full_length_bytes) > limit:
+        why = "half of the free memory" if limit == half else "the rest is for running steps"
+        return limit, why
     if full_length_bytes > CPU_CACHE_BYTES:
         return full_length_bytes, "enough for one request of the full context"
     return CPU_CACHE_BYTES, "the default on a CPU"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import psutil
 
 from jaxserve.device import Device
 from jaxserve.errors import ConfigError
+from jaxserve.runner.host_memory import free_memory
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -45,18 +45,26 @@ def current_device(*, count: int = 1, pool_part: float = 1.0) -> Device:
     """Returns the facts about each of the first ``count`` devices of jax, which are alike.
 
     ``free_bytes`` is that of the device with the least. On a CPU, it is a device's share of the
-    available memory. On a GPU, jax reserves a pool of memory when it starts, and ``free_bytes`` is
-    the fraction ``pool_part`` (0 to 1) of the pool minus the bytes in use.
+    free memory of the host; see `free_memory`. On a GPU, jax reserves a pool of memory when it
+    starts, and ``free_bytes`` is the fraction ``pool_part`` (0 to 1) of the pool minus the bytes in
+    use.
     """
     devices = jax.devices()[:count]
     device = devices[0]
     if device.platform == "cpu":
         name, flags = _cpu()
         has_native_bf16 = bool({"avx512_bf16", "amx_bf16"} & flags)
-        free = psutil.virtual_memory().available // len(devices)
-        return Device("cpu", name, free, has_native_bf16)
+        free = free_memory()
+        return Device(
+            "cpu",
+            name,
+            free.num_bytes // len(devices),
+            has_native_bf16,
+            limited_by=free.limited_by,
+        )
     stats = [each.memory_stats() for each in devices]
     free = min(int(each["bytes_limit"] * pool_part) - each["bytes_in_use"] for each in stats)
+    most = min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
     capability = _compute_capability(getattr(device, "compute_capability", ""))
     return Device(
         "gpu",
@@ -65,6 +73,8 @@ def current_device(*, count: int = 1, pool_part: float = 1.0) -> Device:
         has_native_bf16=capability is None or capability >= FIRST_CAPABILITY_WITH_BF16,
         compute_capability=capability,
         num_cores=getattr(device, "core_count", None),
+        most_bytes=max(most, 0),
+        limited_by=f"--memory-fraction of {device.device_kind}",
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import pytest
 
 from jaxserve.config import (
@@ -11,6 +12,7 @@ from jaxserve.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from jaxserve.core.block_pool import BlockPool
@@ -19,6 +21,7 @@ from jaxserve.core.kv_cache_manager import KVCacheManager
 from jaxserve.core.plan import Sizes
 from jaxserve.core.request import Request
 from jaxserve.device import Device
+from jaxserve.engine.memory import after_weights, explained
 from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Submit
@@ -151,7 +154,7 @@ def test_rejects_impossible_settings(groups, message: str) -> None:
 
 
 def test_rejects_a_device_without_memory_for_a_cache() -> None:
-    with pytest.raises(ConfigError, match="no memory for a KV cache.*; 0 MiB are free$"):
+    with pytest.raises(ConfigError, match="no memory for a KV cache.*; 0 MiB are free"):
         sizes(dataclasses.replace(GPU, free_bytes=1000))
 
 
@@ -235,3 +238,81 @@ class TestGroupsOfLayers:
         result = self.sizes(layout, CPU)
         assert result.num_blocks == 1 + 2048 + 6 * 161
         assert self.requests(result) == 1
+
+
+FULL_GPU = dataclasses.replace(
+    GPU, free_bytes=4 * MIB, most_bytes=6 * MIB, limited_by="--memory-fraction of a GPU"
+)
+CONTAINER = dataclasses.replace(CPU, free_bytes=870 * MIB, limited_by="memory.max of the cgroup /c")
+
+
+class TestTooLittleMemory:
+    """PUB-01 and its kind: one sentence with the flag, the largest value and the limit."""
+
+    @pytest.mark.parametrize(
+        ("device", "cache", "message"),
+        [
+            (
+                CONTAINER,
+                {"num_blocks": 10**9},
+                r"--num-blocks 1000000000 needs .* use at most 55680",
+            ),
+            (CONTAINER, {"kv_cache_memory_mib": 871}, r"--kv-cache-memory-mib 871 .* at most 870"),
+            # What the user asks for may exceed --memory-fraction, but not the pool of jax.
+            (FULL_GPU, {"num_blocks": 6 * 64 + 1}, r"--num-blocks 385 needs .* use at most 384"),
+            (FULL_GPU, {"kv_cache_memory_mib": 7}, r"--kv-cache-memory-mib 7 .* use at most 6"),
+        ],
+    )
+    def test_a_cache_that_does_not_fit(self, device, cache, message) -> None:
+        with pytest.raises(ConfigError, match=message) as caught:
+            sizes(device, cache=CacheConfig(**cache))
+        assert device.limited_by in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_the_largest_values_fit(self) -> None:
+        sizes(CONTAINER, cache=CacheConfig(num_blocks=55680))
+        sizes(CONTAINER, cache=CacheConfig(kv_cache_memory_mib=870))
+        sizes(FULL_GPU, cache=CacheConfig(num_blocks=384))
+
+    def test_no_memory_at_all(self) -> None:
+        nothing = dataclasses.replace(CONTAINER, free_bytes=10_000)
+        with pytest.raises(ConfigError, match=r"--kv-cache-memory-mib.*") as caught:
+            sizes(nothing)
+        assert nothing.limited_by in str(caught.value)
+
+    def test_the_cache_leaves_memory_for_steps(self) -> None:
+        """Half would be 435 MiB of the 870 MiB."""
+        found = sizes(CONTAINER, context=2**20)
+        assert (found.num_blocks - 1) * 16 * 1024 == 358 * MIB
+        tiny = sizes(dataclasses.replace(CONTAINER, free_bytes=80 * MIB), context=2**20)
+        assert (tiny.num_blocks - 1) * 16 * 1024 == 10 * MIB
+
+    def test_replicas_on_a_cpu_share_the_memory(self) -> None:
+        large = dataclasses.replace(CPU, free_bytes=8 * GIB)
+        two = sizes(large, context=2**30, parallel=ParallelConfig(data_parallel_size=2))
+        assert (two.num_blocks - 1) * 16 * 1024 == 2 * GIB
+
+
+class TestWeights:
+    def test_weights_that_do_not_fit(self) -> None:
+        with pytest.raises(ConfigError, match=r"take 871 MiB .* 870 MiB are free .*--quantization"):
+            after_weights(CONTAINER, 871 * MIB)
+
+    def test_what_they_leave(self) -> None:
+        assert after_weights(CONTAINER, 70 * MIB).free_bytes == 800 * MIB
+        left = after_weights(FULL_GPU, MIB)
+        assert (left.free_bytes, left.most_bytes) == (3 * MIB, 5 * MIB)
+
+
+class TestExplained:
+    @pytest.mark.parametrize(
+        "error", [MemoryError("no room"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")]
+    )
+    def test_a_lack_of_memory(self, error) -> None:
+        message = r"out of memory while running \(.*no room\); lower --x"
+        with pytest.raises(ConfigError, match=message), explained("running", "lower --x"):
+            raise error
+
+    def test_other_errors_are_not_changed(self) -> None:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained("", ""):
+            raise jax.errors.JaxRuntimeError("INTERNAL: a bug")

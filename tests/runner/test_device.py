@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 import jax
-import psutil
 import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.runner import device
 from jaxserve.runner.device import current_device, engine_devices
+from jaxserve.runner.host_memory import FreeMemory
 
 CPU_INFO = """processor\t: 0
 model name\t: Some CPU @ 2 GHz
@@ -72,12 +72,16 @@ def test_free_memory_of_a_gpu_is_the_unused_part_of_the_jax_pool(monkeypatch):
 def test_free_memory_is_that_of_the_fullest_gpu_of_the_engine(monkeypatch):
     gpus = [gpu("9.0"), gpu("9.0", in_use=500), gpu("9.0", in_use=700)]
     monkeypatch.setattr(device.jax, "devices", lambda: gpus)
-    assert [current_device(count=n).free_bytes for n in (1, 2, 3)] == [700, 500, 300]
+    found = [current_device(count=n, pool_part=0.8) for n in (1, 2, 3)]
+    assert [each.free_bytes for each in found] == [500, 300, 100]
+    assert [each.most_bytes for each in found] == [700, 500, 300]
 
 
 def test_simulated_devices_share_the_memory_of_the_cpu(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    assert [current_device(count=n).free_bytes for n in (1, 4)] == [1000, 250]
+    monkeypatch.setattr(device, "free_memory", lambda: FreeMemory(1000, "a limit"))
+    found = [current_device(count=n) for n in (1, 4)]
+    assert [each.free_bytes for each in found] == [1000, 250]
+    assert [each.limited_by for each in found] == ["a limit", "a limit"]
 
 
 def test_an_engine_takes_the_first_devices_of_jax():

@@ -12,8 +12,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from jaxserve.core.request import check_length
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.metrics import RequestRecord
@@ -102,8 +100,7 @@ def resolve(
             f"priority must be between {INT64[0]} and {INT64[1]}, got {request.priority}",
             param="priority",
         )
-    normalised = msgspec.structs.replace(
-        params.normalised(),
+    normalised = params.normalised().with_valid(
         extra_args=checked_arguments(
             params.extra_args, ready.parameters, ready.vocab_size, field="extra_args"
         ),
@@ -163,8 +160,7 @@ def _engine_params(
     stop_ids = params.stop_token_ids
     if model.extra_end_ids and not params.ignore_eos:
         stop_ids = tuple(dict.fromkeys(stop_ids + model.extra_end_ids))
-    return msgspec.structs.replace(
-        params,
+    return params.with_valid(
         n=1,
         seed=(seed + 2**63) % 2**64 - 2**63,
         max_tokens=max_tokens,

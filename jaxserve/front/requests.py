@@ -142,14 +142,24 @@ def _check_prompt(request: GenerateRequest, i: int, model: ServedModel) -> None:
 
 
 def _max_tokens(request: GenerateRequest, num_prompt_tokens: int, model: ServedModel) -> int:
-    """Returns the requested length, else the default length cut to the rest of the context."""
+    """Returns the requested length, else the default length cut to the rest of the context.
+
+    Raises InvalidRequestError if ``min_tokens`` exceeds that default.
+    """
     if request.params.max_tokens is not None:
         return request.params.max_tokens
     room = model.max_model_len - num_prompt_tokens
     default = request.default_max_tokens
     if default is None:
         default = model.defaults.max_tokens
-    return room if default is None else min(default, room)
+    length = room if default is None else min(default, room)
+    if request.params.min_tokens > length:
+        raise InvalidRequestError(
+            f"min_tokens must be at most the default length of a completion here ({length}), got "
+            f"{request.params.min_tokens}",
+            param="min_tokens",
+        )
+    return length
 
 
 def _engine_params(

@@ -52,6 +52,13 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True, gc=Fals
     num_prior_tokens: int = 0
 
 
+class BadSubmit(msgspec.Struct, frozen=True, gc=False):
+    """A `Submit` that arrived and is not valid, with the reason. Never sent itself."""
+
+    request_id: str
+    reason: str
+
+
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True, gc=False):
     """Ends requests and frees their rows and blocks. The engine ignores unknown IDs."""
 
@@ -151,6 +158,7 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
         entry 0 is None.
       embedding: the vector of a request with `SamplingParams.pooling`, not normalised. Such a
         request has exactly one output, without tokens and with reason STOP.
+      error: why the engine could not continue, with the finish reason ERROR. For the user.
     """
 
     request_id: str
@@ -162,6 +170,7 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     scheduled_s: float = 0.0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     embedding: list[float] | None = None
+    error: str | None = None
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -240,7 +249,8 @@ def encode(message: EngineRequest | EngineEvent) -> bytes:
 def decode_request(data: bytes) -> EngineRequest:
     """Decodes a message from the front.
 
-    Raises msgspec.DecodeError or msgspec.ValidationError unless it is an `EngineRequest`.
+    Raises msgspec.DecodeError, msgspec.ValidationError or InvalidRequestError unless it is a valid
+    `EngineRequest`.
     """
     return _request_decoder.decode(data)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve import llm as llm_module
 from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError
-from jaxserve.llm import LLM, ask_for_memory, engine_config
-from jaxserve.offline.outputs import as_prompts
+from jaxserve.llm import LLM, settings
+from jaxserve.llm.inputs import as_prompts
+from jaxserve.llm.settings import ask_for_memory, engine_config
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_model import FakeModel, expected_tokens
@@ -191,7 +191,7 @@ def build_slow(config, engine, on_progress):
 
 
 def test_an_interrupt_ends_a_call_and_not_the_engine(front_checkpoint: Path, monkeypatch) -> None:
-    monkeypatch.setattr("jaxserve.llm.load_factory", lambda name: build_slow)
+    monkeypatch.setattr("jaxserve.llm.llm.load_factory", lambda name: build_slow)
     with make(front_checkpoint) as llm:
         stats = llm._text_engine.engine.stats
 
@@ -291,7 +291,7 @@ def test_sets_the_flag_that_captures_sums_over_devices(front_checkpoint: Path, m
 def test_warns_if_jax_is_loaded_before_the_share_is_set(
     tmp_path, monkeypatch, caplog, environment, has_gpu, has_jax, warns
 ) -> None:
-    monkeypatch.setattr(llm_module, "NVIDIA_DRIVER", tmp_path if has_gpu else tmp_path / "none")
+    monkeypatch.setattr(settings, "NVIDIA_DRIVER", tmp_path if has_gpu else tmp_path / "none")
     modules = {**sys.modules, "jax": None} if has_jax else {"sys": sys}
     monkeypatch.setattr(sys, "modules", modules)
     given = dict(environment)

@@ -42,6 +42,7 @@ class Background:
         self._lock = threading.RLock()
         self._is_closed = False
         self._at_exit = False
+        self._calls: set[asyncio.Task[Any]] = set()  # only used on the loop
         self._engine: InProcessEngine | None = None
         self._engine_thread: threading.Thread | None = None
         self._loop = asyncio.new_event_loop()
@@ -88,9 +89,13 @@ class Background:
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
-            task = self._loop.create_task(work)
-            task.add_done_callback(ended.set_result)
-            tasks.append(task)
+            tasks.append(self._loop.create_task(work))
+            self._calls.add(tasks[0])
+            tasks[0].add_done_callback(end)
+
+        def end(task: asyncio.Task[T]) -> None:
+            self._calls.remove(task)
+            ended.set_result(task)
 
         try:
             self._call_soon(begin)
@@ -165,6 +170,8 @@ class Background:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        while self._calls:  # their callers are still to be told
+            await asyncio.sleep(0)
         if self._engine is not None:
             await self._engine.close()
         await self._loop.shutdown_asyncgens()

@@ -18,6 +18,7 @@ from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.llm import LLM, CallFailedError
 from jaxserve.llm import llm as llm_module
+from jaxserve.llm.background import Background
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_runner import FakeRunner
@@ -388,3 +389,29 @@ def test_an_engine_that_fails_does_not_take_the_answers_before(front_checkpoint:
         assert second.error == str(caught.value)
         with pytest.raises(EngineDeadError, match="asked to fail"):
             llm.generate([[1]], SHORT, use_tqdm=False)
+
+
+def test_a_call_that_ends_while_the_loop_ends_returns() -> None:
+    background = Background()
+    blocked, queued, gate = threading.Event(), threading.Event(), threading.Event()
+
+    async def block() -> None:
+        blocked.set()
+        gate.wait(TIMEOUT_S)
+
+    async def work() -> str:
+        return "done"
+
+    with ThreadPoolExecutor(2) as pool:
+        blocking = pool.submit(background.call, block())
+        blocked.wait(TIMEOUT_S)
+        call_soon = background._call_soon
+        background._call_soon = lambda function: (call_soon(function), queued.set())  # type: ignore[assignment]
+        calling = pool.submit(background.call, work())
+        queued.wait(TIMEOUT_S)
+        background._begin_to_close()
+        gate.set()
+        # The call and the end of the loop are in the same turn of the loop.
+        assert calling.result(TIMEOUT_S) == "done"
+        assert blocking.result(TIMEOUT_S) is None
+    background.close()

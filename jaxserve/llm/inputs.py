@@ -119,7 +119,13 @@ def _as_list(value: Any) -> list[Any] | None:
 
 
 def _is_int(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _error(place: str, expected: str, got: Any) -> InvalidRequestError:

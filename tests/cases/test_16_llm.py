@@ -19,7 +19,7 @@ from jaxserve.llm import LLM
 from jaxserve import SamplingParams
 
 llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40,
-          warmup=False, show_progress=False)
+          show_progress=False)
 params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 print(llm.generate([[5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids, flush=True)
 """

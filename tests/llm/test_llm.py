@@ -192,7 +192,7 @@ def test_embed_returns_a_vector_for_each_prompt(llm: LLM) -> None:
     assert [output.prompt for output in raw] == ["hello", None]
     assert raw[1].prompt_token_ids == [1, 2, 3]
     last = llm.embed(prompts, use_tqdm=False)
-    assert last[0] != unit[0]
+    assert last[1] != unit[1]
 
 
 def failing_engine(config, engine, on_progress):

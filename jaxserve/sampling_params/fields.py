@@ -87,11 +87,11 @@ def as_field(name: str, value: Any, form: Any) -> Any:
         value = {int(key) if are_digits[key] else key: bias for key, bias in value.items()}
     try:
         return converted(value, form)
-    except msgspec.ValidationError as error:
+    except msgspec.ValidationError:
         nouns = {int: "an integer", float: "a number", bool: "true or false"}
         expected = FORMS.get(name) or next(nouns[t] for t in types_of(form) if t in nouns)
         got = reprlib.repr(value)  # shortens long values
-        raise InvalidRequestError(f"{name} must be {expected}, got {got}", param=name) from error
+        raise InvalidRequestError(f"{name} must be {expected}, got {got}", param=name) from None
 
 
 def range_words(name: str, value: float) -> str:

@@ -183,7 +183,7 @@ def _request(data: bytes) -> EngineRequest | BadSubmit | None:
 
 
 def _submit_id(data: bytes) -> str | None:
-    """Returns the ID of the request in a message that is no valid `Submit`, if it has one."""
+    """Returns the ID of the request in an invalid `Submit`, if it has one."""
     with contextlib.suppress(*_BAD_MESSAGE):
         match msgspec.msgpack.decode(data):
             case ["submit", str(request_id), *_]:

@@ -1,4 +1,4 @@
-"""What callers pass to an `LLM`: prompts, conversations and sampling parameters."""
+"""The inputs of an `LLM`: prompts, conversations and sampling parameters."""
 
 from __future__ import annotations
 

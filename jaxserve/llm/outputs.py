@@ -1,4 +1,4 @@
-"""What an `LLM` returns, with fields named as in vLLM, and how it is collected."""
+"""The outputs of an `LLM`, with fields named as in vLLM, and the code that fills them."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TypeAlias
 
 from tqdm import tqdm
@@ -70,11 +71,13 @@ async def answer_prompts(
     limit = 2 * text_engine.engine.ready.max_num_seqs
     num_tokens = 0
     with tqdm(total=len(outputs), desc="Processed prompts", disable=not use_tqdm) as bar:
-        async for output in bounded_as_completed(range(len(outputs)), answer, limit=limit):
-            num_tokens += sum(len(o.token_ids) for o in output.outputs)
-            rate = num_tokens / max(bar.format_dict["elapsed"], 1e-3)
-            bar.set_postfix_str(f"{rate:.0f} output tokens/s", refresh=False)
-            bar.update()
+        answers = bounded_as_completed(range(len(outputs)), answer, limit=limit)
+        async with aclosing(answers):
+            async for output in answers:
+                num_tokens += sum(len(o.token_ids) for o in output.outputs)
+                rate = num_tokens / max(bar.format_dict["elapsed"], 1e-3)
+                bar.set_postfix_str(f"{rate:.0f} output tokens/s", refresh=False)
+                bar.update()
     if deaths:
         raise deaths[0]
 

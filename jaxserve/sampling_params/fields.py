@@ -72,7 +72,7 @@ FORMS: Mapping[str, str] = MappingProxyType(
         "pooling": "'last' or 'mean'",
     }
 )
-"""What a field may be, for fields that are more than one number."""
+"""The valid values of all other fields, in words."""
 
 
 def as_field(name: str, value: Any, form: Any) -> Any:
@@ -97,7 +97,7 @@ def as_field(name: str, value: Any, form: Any) -> Any:
 def range_words(name: str, value: float) -> str:
     """Returns what the value of a field must be, given a value that is out of its range."""
     low, high, words = RANGES[name]
-    if not words and high in (_FINITE, INT64[1]):
+    if not words and low >= 0 and high in (_FINITE, INT64[1]):
         return f"at most {high}" if value > high else f"at least {low}"
     return words or f"between {low} and {high}"
 

@@ -32,6 +32,8 @@ def allowed_after(token: int) -> np.ndarray:
 class Chain:
     """A constraint that allows any first token, and then `allowed_after` of the last token."""
 
+    error = None
+
     def __init__(self):
         self.tokens = []
 
@@ -156,7 +158,10 @@ def test_a_failing_constraint_ends_only_its_own_request(runner):
     class Broken(Chain):
         def accept(self, token_id):
             super().accept(token_id)
-            return FinishReason.ERROR if len(self.tokens) == 3 else None
+            if len(self.tokens) < 3:
+                return None
+            self.error = "broken"
+            return FinishReason.ERROR
 
     submits = make_requests(4, grammar=GRAMMAR)
     broken = submits[1].request_id

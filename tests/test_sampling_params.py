@@ -1,8 +1,12 @@
 """Sampling parameters: bounds, values that are rejected, and errors that name the field."""
 
 import math
+from collections import OrderedDict
+from enum import IntEnum
+from fractions import Fraction
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,7 +62,7 @@ BAD = [
     ("allowed_token_ids", (1,) * (MAX_ALLOWED_TOKEN_IDS + 1)),
     ("stop", ("",)),
     ("stop", ("x",) * (MAX_STOP_STRINGS + 1)),
-    ("stop_token_ids", (1,) * (MAX_STOP_TOKEN_IDS + 1)),
+    ("pooling", "sum"),
 ]
 
 
@@ -101,6 +105,134 @@ def test_accepts_the_bounds_of_each_range(field: str, value) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
 
 
+CONVERTED = [
+    # (field, value, the value in the params)
+    ("n", np.int64(2), 2),
+    ("n", IntEnum("Count", ["ONE", "TWO"]).TWO, 2),  # type: ignore[attr-defined]
+    ("max_tokens", np.array(7), 7),
+    ("seed", np.uint8(3), 3),
+    ("temperature", 0, 0.0),
+    ("temperature", np.float32(0.5), 0.5),
+    ("top_p", np.float64(0.5), 0.5),
+    ("top_p", np.int32(1), 1.0),
+    ("repetition_penalty", Fraction(3, 2), 1.5),
+    ("ignore_eos", np.True_, True),
+    ("stop", "END", ("END",)),
+    ("stop", ["a", "b"], ("a", "b")),
+    ("stop", np.array(["a", "b"]), ("a", "b")),
+    ("stop", np.str_("ab"), ("ab",)),
+    ("stop", (text for text in "ab"), ("a", "b")),
+    ("stop", None, ()),
+    ("stop_token_ids", [7, 8], (7, 8)),
+    ("stop_token_ids", {7}, (7,)),
+    ("stop_token_ids", range(3), (0, 1, 2)),
+    ("stop_token_ids", np.array([7, 8], np.uint16), (7, 8)),
+    ("stop_token_ids", (np.int32(7), 8), (7, 8)),
+    ("stop_token_ids", None, ()),
+    ("allowed_token_ids", [1, 2], (1, 2)),
+    ("bad_words_token_ids", [[1, 2], (3,)], ((1, 2), (3,))),
+    ("bad_words_token_ids", ([1, 2],), ((1, 2),)),
+    ("bad_words_token_ids", ((np.int64(1), 2),), ((1, 2),)),
+    ("bad_words_token_ids", np.array([[1, 2]]), ((1, 2),)),
+    ("bad_words_token_ids", None, ()),
+    ("logit_bias", {"50256": -100, 5: np.float32(0.5)}, {50256: -100.0, 5: 0.5}),
+    ("logit_bias", {np.int64(5): 1.0}, {5: 1.0}),
+    ("logit_bias", {5: True}, None),
+    ("extra_args", OrderedDict(alpha=np.int64(1)), {"alpha": 1}),
+    ("grammar", {"kind": "regex", "spec": "a+"}, Grammar("regex", "a+")),
+]
+"""None as the last value: the value is refused."""
+
+
+def exact(value):
+    """Returns a value with the types of all its parts, so that 1, 1.0 and True differ."""
+    parts = ()
+    if isinstance(value, tuple | list):
+        parts = tuple(map(exact, value))
+    elif isinstance(value, dict):
+        parts = tuple((exact(key), exact(item)) for key, item in value.items())
+    return type(value), value, parts
+
+
+@pytest.mark.parametrize(("field", "value", "expected"), CONVERTED)
+def test_converts_values_that_mean_the_same(field: str, value, expected) -> None:
+    if expected is None:
+        with pytest.raises(InvalidRequestError, match=field):
+            SamplingParams(**{field: value})
+        return
+    params = SamplingParams(**{field: value})
+    assert exact(getattr(params, field)) == exact(expected)
+    # A converted value is one that the engine could decode.
+    wire = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(wire, type=SamplingParams) == params
+
+
+WRONG_TYPES = [
+    ("n", 1.0, "n must be an integer, got 1.0"),
+    ("n", True, "n must be an integer, got True"),
+    ("n", None, "n must be an integer, got None"),
+    ("seed", 1.5, "seed must be an integer, got 1.5"),
+    ("seed", np.float64(2), "seed must be an integer, got .*2.0"),
+    ("max_tokens", "16", "max_tokens must be an integer, got '16'"),
+    ("top_k", np.True_, "top_k must be an integer"),
+    ("temperature", "0.5", "temperature must be a number, got '0.5'"),
+    ("temperature", None, "temperature must be a number, got None"),
+    ("temperature", 1j, "temperature must be a number, got 1j"),
+    ("temperature", [0.5], r"temperature must be a number, got \[0.5\]"),
+    ("temperature", 10**400, "temperature must be a number, got 1000"),
+    ("top_p", True, "top_p must be a number, got True"),
+    ("ignore_eos", 1, "ignore_eos must be true or false, got 1"),
+    ("detokenize", "no", "detokenize must be true or false, got 'no'"),
+    ("stop", b"END", "stop must be a string or a list of strings, got b'END'"),
+    ("stop", 5, "stop must be a string or a list of strings, got 5"),
+    ("stop", ["a", 5], r"stop must be a string or a list of strings, got \['a', 5\]"),
+    ("stop_token_ids", 7, "stop_token_ids must be a list of token IDs, got 7"),
+    ("stop_token_ids", "7", "stop_token_ids must be a list of token IDs, got '7'"),
+    ("stop_token_ids", [7.0], r"stop_token_ids must be a list of token IDs, got \[7.0\]"),
+    ("stop_token_ids", (True,), r"stop_token_ids must be a list of token IDs, got \(True,\)"),
+    ("allowed_token_ids", b"abc", "allowed_token_ids must be a list of token IDs"),
+    ("bad_words_token_ids", [1, 2], "bad_words_token_ids must be a list of lists of token IDs"),
+    ("bad_words_token_ids", ["word"], "bad_words_token_ids must be a list of lists of token IDs"),
+    ("logit_bias", [5], "logit_bias must be a dict of token IDs and numbers"),
+    ("logit_bias", {"five": 1}, "logit_bias must be a dict of token IDs and numbers"),
+    ("logit_bias", {5: "1"}, "logit_bias must be a dict of token IDs and numbers"),
+    ("logit_bias", {1.0: 1}, "logit_bias must be a dict of token IDs and numbers"),
+    ("extra_args", [("a", 1)], "extra_args must be a dict whose keys are strings"),
+    ("extra_args", {1: 2}, "extra_args must be a dict whose keys are strings"),
+    ("pooling", True, "pooling must be 'last' or 'mean', got True"),
+    ("grammar", "a+", "grammar must be a Grammar, got 'a\\+'"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), WRONG_TYPES)
+def test_rejects_a_value_of_another_type_and_names_its_field(field, value, message) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+    with pytest.raises(InvalidRequestError, match=message):
+        msgspec.structs.replace(SamplingParams(), **{field: value})
+
+
+def test_the_message_about_a_type_is_short() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(stop_token_ids=["7"] * 100_000)  # type: ignore[list-item]
+    assert len(caught.value.message) < 300
+
+
+def test_a_grammar_has_a_known_kind_and_is_text() -> None:
+    with pytest.raises(InvalidRequestError, match="of the kind json_schema.* got 'yaml'"):
+        Grammar("yaml")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="grammar must be a text, got 'dict'"):
+        Grammar("json_schema", {"type": "object"})  # type: ignore[arg-type]
+
+
+def test_with_valid_keeps_all_other_values() -> None:
+    params = SamplingParams(stop=("a",), logit_bias={3: 1.0}, top_k=5, seed=3)
+    changed = params.with_valid(seed=4, stop=())
+    assert changed == SamplingParams(logit_bias={3: 1.0}, top_k=5, seed=4)
+    assert params.seed == 3
+
+
 def test_min_tokens_is_at_most_max_tokens() -> None:
     SamplingParams(max_tokens=5, min_tokens=5)
     SamplingParams(min_tokens=5)
@@ -140,6 +272,18 @@ def test_normalises_parameters(given: dict, expected: dict) -> None:
 def test_is_frozen() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]
+
+
+def test_the_limit_of_stop_ids_holds_before_the_end_tokens_of_a_model_are_added() -> None:
+    most = SamplingParams(stop_token_ids=(1,) * MAX_STOP_TOKEN_IDS)
+    most.check_token_ids(100)
+    more = most.with_valid(stop_token_ids=(*most.stop_token_ids, 2, 3))
+    # The engine accepts them.
+    wire = msgspec.msgpack.encode(more)
+    assert msgspec.msgpack.decode(wire, type=SamplingParams) == more
+    with pytest.raises(InvalidRequestError, match="at most 256 token IDs, got 258") as caught:
+        more.check_token_ids(100)
+    assert caught.value.param == "stop_token_ids"
 
 
 def test_stop_ids_are_checked_against_the_vocabulary() -> None:

@@ -11,12 +11,11 @@ from contextlib import suppress
 
 from jaxserve.client.output_stream import OutputStream
 from jaxserve.engine.core import BuiltEngine
-from jaxserve.engine.process import EngineLoop
+from jaxserve.engine.process import EngineLoop, Inbox
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.ipc.messages import (
     Abort,
     EngineEvent,
-    EngineRequest,
     FinishReason,
     Ready,
     RequestOutput,
@@ -41,11 +40,12 @@ class InProcessEngine:
     def __init__(self, build: Callable[[], BuiltEngine]) -> None:
         """Creates the thread without starting it. Use `start`."""
         self._event_loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[EngineRequest] = queue.SimpleQueue()
+        self._inbox: Inbox = queue.SimpleQueue()
         self._ready: asyncio.Future[Ready] = self._event_loop.create_future()
         self._streams: dict[str, OutputStream] = {}
         self._stats = StepStats()
         self._error: JaxserveError | None = None
+        self._ended = asyncio.Event()
         # A daemon thread, so that a program that never calls `close` can still exit.
         self._thread = threading.Thread(target=self._run, args=(build,), name="engine", daemon=True)
 
@@ -56,13 +56,20 @@ class InProcessEngine:
         Raises what ``build`` raises.
         """
         engine = cls(build)
-        engine._thread.start()
-        try:
-            await asyncio.shield(engine._ready)
-        except asyncio.CancelledError:
-            engine._inbox.put(Shutdown())
-            raise
+        await engine.until_ready()
         return engine
+
+    async def until_ready(self) -> None:
+        """Starts the thread and waits until the engine can serve; call it once.
+
+        Raises what ``build`` raises. After a cancellation the engine ends as soon as it is built.
+        """
+        self._thread.start()
+        try:
+            await asyncio.shield(self._ready)
+        except asyncio.CancelledError:
+            self._inbox.put(Shutdown())
+            raise
 
     @property
     def ready(self) -> Ready:
@@ -110,10 +117,15 @@ class InProcessEngine:
                 stream.push(RequestOutput(request_id, [], FinishReason.ABORT))
 
     async def close(self) -> None:
-        """Ends the engine after its current step. Requests in flight fail with EngineDeadError."""
+        """Ends the engine after its current step and waits for its thread.
+
+        Requests in flight fail with EngineDeadError. Uses no other thread, so it also works while
+        the interpreter exits.
+        """
         self._fail(EngineDeadError("the engine has been closed"))
         self._inbox.put(Shutdown())
-        await asyncio.to_thread(self._thread.join)
+        await self._ended.wait()
+        self._thread.join()
 
     def _run(self, build: Callable[[], BuiltEngine]) -> None:
         """Builds and runs the engine, on its thread."""
@@ -123,14 +135,16 @@ class InProcessEngine:
             EngineLoop(built.ready.engine, built.core, self._inbox, self._send).run()
         except BaseException as error:
             self._call_soon(self._on_engine_death, error)
+        finally:
+            self._call_soon(self._on_engine_end)
 
     def _send(self, event: EngineEvent) -> None:
         self._call_soon(self._handle_event, event)
 
-    def _call_soon(self, function: Callable[..., None], argument: object) -> None:
+    def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
         """Calls a function on the event loop. Does nothing if the loop is closed."""
         with suppress(RuntimeError):
-            self._event_loop.call_soon_threadsafe(function, argument)
+            self._event_loop.call_soon_threadsafe(function, *arguments)
 
     def _handle_event(self, event: EngineEvent) -> None:
         assert isinstance(event, StepOutputs)
@@ -145,9 +159,13 @@ class InProcessEngine:
     def _on_engine_death(self, error: BaseException) -> None:
         if not self._ready.done():
             self._ready.set_exception(error)
+            self._ready.exception()  # marks it as retrieved: nobody may wait any more
             return
         logger.error("the engine failed", exc_info=error)
         self._fail(EngineDeadError(f"the engine failed: {type(error).__name__}: {error}"))
+
+    def _on_engine_end(self) -> None:
+        self._ended.set()
 
     def _fail(self, error: JaxserveError) -> None:
         self._error = self._error or error

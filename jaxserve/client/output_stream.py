@@ -91,5 +91,8 @@ def merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         second,
         token_ids=first.token_ids,
         logprobs=logprobs,
+        # An abort on the side of the front does not know these.
+        num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
+        scheduled_s=second.scheduled_s or first.scheduled_s,
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
     )

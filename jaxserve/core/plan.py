@@ -59,6 +59,11 @@ class Constraint(Protocol):
         """
         ...
 
+    @property
+    def error(self) -> str | None:
+        """Why the request cannot continue, for the user; None if it can."""
+        ...
+
     def accept(self, token_id: int) -> FinishReason | None:
         """Advances by the sampled token.
 

@@ -35,6 +35,7 @@ from jaxserve.errors import JaxserveError
 from jaxserve.ipc.launch import FAILED_EXIT_CODE, Launch
 from jaxserve.ipc.messages import (
     Abort,
+    BadSubmit,
     EngineEvent,
     EngineFailed,
     EngineRequest,
@@ -55,7 +56,7 @@ LINGER_S = 4.0
 
 PR_SET_PDEATHSIG = 1
 
-Inbox: TypeAlias = "queue.SimpleQueue[EngineRequest]"
+Inbox: TypeAlias = "queue.SimpleQueue[EngineRequest | BadSubmit]"
 Outbox: TypeAlias = "queue.SimpleQueue[EngineEvent | None]"
 
 
@@ -96,19 +97,21 @@ class EngineLoop:
                 return
             self._report(outputs, heartbeat=idle and request is None)
 
-    def _wait(self) -> EngineRequest | None:
+    def _wait(self) -> EngineRequest | BadSubmit | None:
         """Waits for a request; returns None if none arrives within a heartbeat interval."""
         try:
             return self._inbox.get(timeout=HEARTBEAT_S)
         except queue.Empty:
             return None
 
-    def _handle_requests(self, request: EngineRequest | None = None) -> bool:
+    def _handle_requests(self, request: EngineRequest | BadSubmit | None = None) -> bool:
         """Handles ``request`` and all queued ones in order; returns False on `Shutdown`."""
         while True:
             match request:
                 case Submit():
                     self._core.add(request)
+                case BadSubmit(request_id=request_id, reason=reason):
+                    self._core.refuse(request_id, reason)
                 case Abort(request_ids=ids):
                     self._core.abort(ids)
                 case Shutdown():

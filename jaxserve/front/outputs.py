@@ -11,7 +11,7 @@ import msgspec
 
 from jaxserve.client.protocol import Engine
 from jaxserve.errors import RequestFailedError
-from jaxserve.front.metrics import RequestMetrics
+from jaxserve.front.metrics import RequestMetrics, RequestRecord
 from jaxserve.front.parsed_text import ParsedDelta, ParsedText
 from jaxserve.front.requests import CompletionTask
 from jaxserve.ipc.messages import FinishReason, RequestOutput, TokenLogprobs
@@ -37,6 +37,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
       events: the events that the parser found in the new text; None without a parser.
       num_reasoning_tokens: how many of the tokens lie in a think block.
       embedding: the vector of the prompt, not normalised, if the request asked for it.
+      record: the times and counts of the completion so far.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     events: list[Event] | None = None
     num_reasoning_tokens: int = 0
     embedding: list[float] | None = None
+    record: RequestRecord | None = None
 
 
 async def stream_completion(
@@ -70,8 +72,9 @@ async def stream_completion(
         async with aclosing(engine.generate(task.submit)) as outputs:
             async for output in outputs:
                 delta = _to_delta(task, output, detokenizer)
-                record.num_cached_tokens = output.num_cached_tokens
-                record.scheduled_s = output.scheduled_s
+                if output.scheduled_s:  # not of an abort on the side of the front
+                    record.num_cached_tokens = output.num_cached_tokens
+                    record.scheduled_s = output.scheduled_s
                 if delta.token_ids or delta.embedding is not None:
                     metrics.tokens_arrived(record, len(delta.token_ids), time.monotonic())
                 if delta.finish_reason is not None:
@@ -141,4 +144,5 @@ def _to_delta(
         added.events if isinstance(added, ParsedDelta) else None,
         added.num_reasoning_tokens if isinstance(added, ParsedDelta) else 0,
         output.embedding,
+        task.record,
     )

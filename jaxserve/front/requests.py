@@ -12,8 +12,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from jaxserve.core.request import check_length
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.metrics import RequestRecord
@@ -102,8 +100,7 @@ def resolve(
             f"priority must be between {INT64[0]} and {INT64[1]}, got {request.priority}",
             param="priority",
         )
-    normalised = msgspec.structs.replace(
-        params.normalised(),
+    normalised = params.normalised().with_valid(
         extra_args=checked_arguments(
             params.extra_args, ready.parameters, ready.vocab_size, field="extra_args"
         ),
@@ -145,14 +142,24 @@ def _check_prompt(request: GenerateRequest, i: int, model: ServedModel) -> None:
 
 
 def _max_tokens(request: GenerateRequest, num_prompt_tokens: int, model: ServedModel) -> int:
-    """Returns the requested length, else the default length cut to the rest of the context."""
+    """Returns the requested length, else the default length cut to the rest of the context.
+
+    Raises InvalidRequestError if ``min_tokens`` exceeds that default.
+    """
     if request.params.max_tokens is not None:
         return request.params.max_tokens
     room = model.max_model_len - num_prompt_tokens
     default = request.default_max_tokens
     if default is None:
         default = model.defaults.max_tokens
-    return room if default is None else min(default, room)
+    length = room if default is None else min(default, room)
+    if request.params.min_tokens > length:
+        raise InvalidRequestError(
+            f"min_tokens must be at most the default length of a completion here ({length}), got "
+            f"{request.params.min_tokens}",
+            param="min_tokens",
+        )
+    return length
 
 
 def _engine_params(
@@ -163,8 +170,7 @@ def _engine_params(
     stop_ids = params.stop_token_ids
     if model.extra_end_ids and not params.ignore_eos:
         stop_ids = tuple(dict.fromkeys(stop_ids + model.extra_end_ids))
-    return msgspec.structs.replace(
-        params,
+    return params.with_valid(
         n=1,
         seed=(seed + 2**63) % 2**64 - 2**63,
         max_tokens=max_tokens,

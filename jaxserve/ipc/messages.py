@@ -52,6 +52,13 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True, gc=Fals
     num_prior_tokens: int = 0
 
 
+class BadSubmit(msgspec.Struct, frozen=True, gc=False):
+    """A `Submit` that arrived and is not valid, with the reason. Never sent itself."""
+
+    request_id: str
+    reason: str
+
+
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True, gc=False):
     """Ends requests and frees their rows and blocks. The engine ignores unknown IDs."""
 
@@ -246,7 +253,8 @@ def encode(message: EngineRequest | EngineEvent) -> bytes:
 def decode_request(data: bytes) -> EngineRequest:
     """Decodes a message from the front.
 
-    Raises msgspec.DecodeError or msgspec.ValidationError unless it is an `EngineRequest`.
+    Raises msgspec.DecodeError, msgspec.ValidationError or InvalidRequestError unless it is a valid
+    `EngineRequest`.
     """
     return _request_decoder.decode(data)
 

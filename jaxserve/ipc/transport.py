@@ -17,15 +17,14 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.ipc.messages import (
+    BadSubmit,
     EngineEvent,
     EngineRequest,
     decode_event,
@@ -34,8 +33,6 @@ from jaxserve.ipc.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-Message = TypeVar("Message")
 
 MAX_EVENTS = 64
 """The most events that one `EventReceiver.receive` returns."""
@@ -172,7 +169,7 @@ class EventReceiver:
         with contextlib.suppress(zmq.Again):
             while len(messages) < MAX_EVENTS:
                 messages.append(self._without_waiting.recv(zmq.NOBLOCK))
-        events = [_decoded(decode_event, message) for message in messages]
+        events = [_event(message) for message in messages]
         return [event for event in events if event is not None]
 
     def close(self) -> None:
@@ -188,11 +185,11 @@ class RequestReceiver:
         self._socket.set_hwm(0)
         self._socket.bind(address)
 
-    def receive(self) -> EngineRequest | None:
+    def receive(self) -> EngineRequest | BadSubmit | None:
         """Waits for the next request.
 
-        Returns None, with the socket closed, when the context is being terminated. Logs and skips
-        requests that cannot be decoded.
+        Returns None, with the socket closed, when the context is being terminated. Logs messages
+        that cannot be decoded, and skips them unless they are from a request.
         """
         while True:
             try:
@@ -200,7 +197,7 @@ class RequestReceiver:
             except zmq.ContextTerminated:
                 self._socket.close(linger=0)
                 return None
-            request = _decoded(decode_request, data)
+            request = _request(data)
             if request is not None:
                 return request
 
@@ -226,9 +223,37 @@ class EventSender:
         self._socket.close(linger=round(linger_s * 1000))
 
 
-def _decoded(decode: Callable[[bytes], Message], data: bytes) -> Message | None:
+# Structs check themselves when they are decoded.
+_BAD_MESSAGE = (msgspec.MsgspecError, JaxserveError, RecursionError)
+
+
+def _event(data: bytes) -> EngineEvent | None:
     try:
-        return decode(data)
-    except msgspec.MsgspecError:
-        logger.exception("dropped a message of %d bytes that cannot be decoded", len(data))
+        return decode_event(data)
+    except _BAD_MESSAGE:
+        _log_bad(data)
         return None
+
+
+def _request(data: bytes) -> EngineRequest | BadSubmit | None:
+    try:
+        return decode_request(data)
+    except _BAD_MESSAGE as error:
+        _log_bad(data)
+        request_id = _submit_id(data)
+        if request_id is None:
+            return None
+        return BadSubmit(request_id, f"the engine cannot read the request: {error}")
+
+
+def _submit_id(data: bytes) -> str | None:
+    """Returns the ID of the request in an invalid `Submit`, if it has one."""
+    with contextlib.suppress(*_BAD_MESSAGE):
+        match msgspec.msgpack.decode(data):
+            case ["submit", str(request_id), *_]:
+                return request_id
+    return None
+
+
+def _log_bad(data: bytes) -> None:
+    logger.exception("dropped a message of %d bytes that cannot be decoded", len(data))

@@ -151,7 +151,7 @@ class GrammarWorker:
         if self._process is None or self._process.poll() is not None:
             self._stop()
             self._process = _start()
-            self._stop = weakref.finalize(self, _end, self._process)
+            self._stop = weakref.finalize(self, _end, self._process, os.getpid())
             if _ask(self._process, self._first_message) is None:
                 self._stop()
                 raise RuntimeError("the process that checks grammars could not be started")
@@ -191,7 +191,10 @@ def _start() -> subprocess.Popen[bytes]:
     )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Ends the process if this is its owner, and not a fork that got a copy of the object."""
+    if os.getpid() != owner:
+        return
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):

@@ -37,6 +37,15 @@ async def test_a_slow_reader_gets_pending_outputs_as_one():
     )
 
 
+async def test_an_abort_of_the_front_keeps_what_the_engine_said():
+    stream = OutputStream()
+    stream.push(RequestOutput("a", [1], num_cached_tokens=16, scheduled_s=2.5))
+    stream.push(RequestOutput("a", [], FinishReason.ABORT))
+    assert await anext(stream) == RequestOutput(
+        "a", [1], FinishReason.ABORT, num_cached_tokens=16, scheduled_s=2.5
+    )
+
+
 @pytest.mark.parametrize("seed", range(10))
 async def test_no_token_is_lost_in_any_order_of_pushes_and_reads(seed):
     rng = random.Random(seed)

@@ -162,6 +162,7 @@ def test_a_rejected_request_counts_as_work():
     assert core.has_work
     (output,) = core.step(0.0)
     assert (output.request_id, output.finish_reason) == ("empty", FinishReason.ERROR)
+    assert output.error == "the prompt is empty; expected at least 1 token"
     assert not core.has_work
     assert core.step(1.0) == []
 

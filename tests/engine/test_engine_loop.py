@@ -7,7 +7,7 @@ import pytest
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.engine import process
 from jaxserve.engine.process import EngineLoop
-from jaxserve.ipc.messages import Abort, FinishReason, Shutdown, StepStats, Submit
+from jaxserve.ipc.messages import Abort, BadSubmit, FinishReason, Shutdown, StepStats, Submit
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_model import FakeModel, expected_tokens
@@ -149,3 +149,15 @@ def test_a_request_that_cannot_be_served_ends_with_an_error():
 def test_a_failing_step_ends_the_loop():
     with pytest.raises(RuntimeError, match="asked to fail"):
         Front(submit("a"), model="fake:fail_on_step=2")
+
+
+def test_a_submit_that_cannot_be_read_fails_only_its_request():
+    front = Front(
+        BadSubmit("bad", "the engine cannot read the request: n"),
+        submit("good"),
+        replies=[(finishes("good"), [Shutdown()])],
+    )
+    outputs = [o for event in front.events for o in event.outputs]
+    errors = [(o.request_id, o.error) for o in outputs if o.finish_reason == FinishReason.ERROR]
+    assert errors == [("bad", "the engine cannot read the request: n")]
+    assert len(front.tokens("good")) == 5

@@ -6,18 +6,24 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
+from jaxserve.client.in_process import InProcessEngine
+from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import (
     ContextLengthError,
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
+    RequestFailedError,
     UnknownModelError,
 )
 from jaxserve.front.generation_defaults import GenerationDefaults
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
+from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
+from jaxserve.ipc.messages import FinishReason, RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing import fake_engine
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.waiting import until
 
@@ -263,3 +269,35 @@ async def test_metrics_count_requests_tokens_and_finish_reasons() -> None:
     assert metrics.by_request["request_prefill_kv_computed_tokens"].sum == 6 * 4
     assert sum(metrics.max_generation_tokens.counts) == 5
     assert all(sum(h.counts) == 6 for h in metrics.by_request.values())
+
+
+async def test_an_abort_keeps_the_times_of_a_completion_in_the_histograms() -> None:
+    config = EngineConfig(model=ModelConfig(model="fake:step_s=0.001"))
+    engine = await InProcessEngine.start(lambda: fake_engine.build(config, 0, lambda _: None))
+    model = ServedModel.create(engine.ready, scripted_text_engine("x").model.tokenizer, names=["m"])
+    text_engine = TextEngine(engine, model)
+    endless = SamplingParams(max_tokens=900, ignore_eos=True, temperature=0)
+    reasons = []
+    async with aclosing(text_engine.generate(make_request([[1]], endless))) as deltas:
+        async for delta in deltas:
+            text_engine.abort(None)
+            reasons.append(delta.finish_reason)
+    await engine.close()
+    assert reasons[-1] == "abort"
+    for name, histogram in text_engine.metrics.by_request.items():
+        if name.endswith("_time_seconds"):
+            assert sum(histogram.counts) == 1, name
+            assert 0 <= histogram.sum < 60, f"{name}: not the time since the machine started"
+
+
+async def test_the_reason_of_the_engine_reaches_the_caller() -> None:
+    text_engine = scripted_text_engine("hello")
+
+    async def failing(submit, **_):
+        yield RequestOutput(submit.request_id, [1])
+        yield RequestOutput(submit.request_id, [], FinishReason.ERROR, error="the disk is full")
+
+    text_engine.engine.generate = failing
+    with pytest.raises(RequestFailedError, match=r"^the disk is full$"):
+        await collect(text_engine.generate(make_request([[1]], GREEDY)))
+    assert text_engine.metrics.finished == {"error": 1}

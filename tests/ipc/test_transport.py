@@ -10,6 +10,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -17,6 +18,7 @@ import zmq.asyncio
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import (
     Abort,
+    BadSubmit,
     Decision,
     EngineFailed,
     FinishReason,
@@ -58,6 +60,7 @@ EVENTS = [
         [
             RequestOutput("a", [5], logprobs=[TokenLogprobs([5, 6], [-0.1, -2.0], 1)]),
             RequestOutput("b", [8, 9], FinishReason.STOP, stop_reason=9, num_cached_tokens=16),
+            RequestOutput("c", [], FinishReason.ERROR, error="lost"),
         ],
         StepStats(num_running=2, kv_usage=0.5),
     ),
@@ -234,7 +237,9 @@ async def test_the_front_receives_pending_events_together():
         assert await waiting == events[:1]
 
 
-GARBAGE = [b"", b"\xc1", b"\x91\xa7unknown", b"\x92\xa5abort\x01", b"\x80" * 50]
+DEEP = b"\x91" * 100_000 + b"\xc0"
+GARBAGE = [b"", b"\xc1", b"\x91\xa7unknown", b"\x92\xa5abort\x01", b"\x80" * 50, DEEP]
+GARBAGE += [b"\x93\xa6submit\xa1a" + DEEP, b"\x92\xa6submit\x01"]
 
 
 async def test_the_front_drops_messages_that_it_cannot_decode(folder, caplog):
@@ -263,6 +268,41 @@ def test_the_engine_drops_messages_that_it_cannot_decode(folder, caplog):
             assert receiver.receive() == Shutdown()
         receiver.close()
     assert sum("cannot be decoded" in r.message for r in caplog.records) == len(GARBAGE)
+
+
+def bad_submits():
+    """Yields the bytes of submits that are not valid, and words of the reason."""
+    good = msgspec.msgpack.decode(encode(Submit("good", [1], SamplingParams(seed=1))))
+    params = good[3]
+    for change, words in [
+        ({"n": 0}, "n must be between 1 and 128, got 0"),
+        ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"seed": 1.5}, "seed"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens must be at most max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"grammar": {"kind": "yaml"}}, "yaml"),
+    ]:
+        submit = [*good[:3], {**params, **change}, *good[4:]]
+        yield msgspec.msgpack.encode(submit), words
+    yield msgspec.msgpack.encode(good[:2]), "length"
+    yield msgspec.msgpack.encode([*good[:2], ["x"], *good[3:]]), "int"
+
+
+def test_an_invalid_submit_is_reported_and_does_not_end_the_receiver(folder, caplog):
+    sent = list(bad_submits())
+    with terminated(zmq.Context()) as context:
+        receiver = RequestReceiver(context, folder.requests(0))
+        with context.socket(zmq.PUSH) as raw:
+            raw.connect(folder.requests(0))
+            for data, _ in sent:
+                raw.send(data)
+            received = [receiver.receive() for _ in sent]
+        receiver.close()
+    for bad, (_, words) in zip(received, sent, strict=True):
+        assert isinstance(bad, BadSubmit)
+        assert bad.request_id == "good"
+        assert bad.reason.startswith("the engine cannot read the request: ")
+        assert words in bad.reason
 
 
 def test_terminating_the_context_ends_receive(folder):

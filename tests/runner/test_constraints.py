@@ -33,6 +33,8 @@ def allowed_after(token: int) -> np.ndarray:
 class Chain:
     """A constraint that allows any first token, and then `allowed_after` of the last token."""
 
+    error = None
+
     def __init__(self):
         self.tokens = []
 
@@ -157,7 +159,10 @@ def test_a_failing_constraint_ends_only_its_own_request(runner):
     class Broken(Chain):
         def accept(self, token_id):
             super().accept(token_id)
-            return FinishReason.ERROR if len(self.tokens) == 3 else None
+            if len(self.tokens) < 3:
+                return None
+            self.error = "broken"
+            return FinishReason.ERROR
 
     submits = make_requests(4, grammar=GRAMMAR)
     broken = submits[1].request_id
@@ -170,6 +175,7 @@ def test_a_failing_constraint_ends_only_its_own_request(runner):
     reasons = {name: request_outputs[-1].finish_reason for name, request_outputs in outputs.items()}
     assert reasons.pop(broken) == FinishReason.ERROR
     assert set(reasons.values()) == {FinishReason.LENGTH}
+    assert outputs[broken][-1].error == "broken"
     assert len(tokens_of(outputs[broken])) == 3
 
 

@@ -10,6 +10,7 @@ import pytest
 from jaxserve import __version__
 from jaxserve.errors import EngineDeadError
 from jaxserve.front.requests import GenerateRequest
+from jaxserve.ipc.messages import FinishReason, RequestOutput
 from jaxserve.openai.responses_protocol import Event
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
@@ -243,3 +244,22 @@ async def test_openapi_describes_existing_routes(make_client) -> None:
         for path, methods in page["paths"].items():
             if "get" in methods:
                 assert (await client.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_reason_of_the_engine_reaches_the_client(
+    text_engine, make_client, check_error, stream
+) -> None:
+    async def failing(submit, **_):
+        yield RequestOutput(submit.request_id, text_engine.model.tokenizer.encode("hello"))
+        yield RequestOutput(submit.request_id, [], FinishReason.ERROR, error="its grammar is lost")
+
+    text_engine.engine.generate = failing
+    async with make_client() as client:
+        body = {"prompt": "a", "stream": stream}
+        response = await client.post("/v1/completions", json=body)
+    if stream:
+        (event,) = [line for line in response.text.splitlines() if '"error"' in line]
+        assert "its grammar is lost" in event
+    else:
+        assert check_error(response, 500) == "its grammar is lost"

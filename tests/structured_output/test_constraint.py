@@ -193,10 +193,13 @@ def test_a_token_that_is_not_allowed_ends_only_its_request(make_constraint):
     one, other = make_constraint(Grammar("regex", "a+")), make_constraint(Grammar("regex", "a+"))
     (a,) = TOKENIZER.encode("a")
     (b,) = TOKENIZER.encode("b")
+    assert one.error is None
     assert one.accept(b) is FinishReason.ERROR
+    assert one.error.startswith("the completion can no longer follow its grammar: token ")
     assert len(allowed(one)) == -(-VOCAB // 32) * 32, "every token, since the result is dropped"
     assert one.accept(a) is FinishReason.ERROR
     assert a in allowed(other)
+    assert other.error is None
     assert other.accept(a) is None
 
 

@@ -1,6 +1,7 @@
 """The process that checks grammars: its verdicts, its limits and its replacement."""
 
 import json
+import os
 import resource
 from pathlib import Path
 
@@ -13,7 +14,12 @@ from jaxserve.structured_output import worker as grammar_worker
 from jaxserve.structured_output.checks import GrammarChecks
 from jaxserve.structured_output.grammar import check_grammar
 from jaxserve.structured_output.vocabulary import Vocabulary
-from jaxserve.structured_output.worker import CHECK_TIME_S, MAX_KEPT_BYTES, GrammarWorker
+from jaxserve.structured_output.worker import (
+    CHECK_TIME_S,
+    MAX_KEPT_BYTES,
+    GrammarWorker,
+    _end,
+)
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -140,3 +146,13 @@ async def test_json_without_a_schema_needs_no_process(monkeypatch):
     await checks.check(Grammar("json_object"))
     with pytest.raises(OSError, match="no process"):
         await checks.check(Grammar("choice", '["a"]'))
+
+
+def test_a_fork_does_not_end_the_process_of_its_parent(worker):
+    worker.check(Grammar("regex", "a+"))
+    process = worker._process
+    _end(process, owner=os.getpid() + 1)
+    assert process.poll() is None
+    assert not process.stdin.closed
+    worker.check(Grammar("regex", "b+"))
+    assert worker._process is process

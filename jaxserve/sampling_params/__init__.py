@@ -1,13 +1,37 @@
-"""The sampling parameters of a request. Construction validates them."""
+"""The sampling parameters of a request. Construction converts and validates them."""
 
 from __future__ import annotations
 
+import copy
 import math
+import operator
+from collections.abc import Collection
 from typing import Any, Literal
 
 import msgspec
 
+from jaxserve.conversion import types_of
 from jaxserve.errors import InvalidRequestError
+from jaxserve.sampling_params.fields import (
+    ALL_LOGPROBS,
+    FORMS,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RANGES,
+    as_field,
+    range_words,
+    require,
+    require_at_most,
+)
+from jaxserve.sampling_params.fields import BIAS_LIMIT as BIAS_LIMIT
+from jaxserve.sampling_params.fields import INT64 as INT64
+from jaxserve.sampling_params.fields import MAX_N as MAX_N
+from jaxserve.sampling_params.grammar import MAX_GRAMMAR_CHARS as MAX_GRAMMAR_CHARS
+from jaxserve.sampling_params.grammar import Grammar as Grammar
 
 GREEDY_TEMPERATURE = 1e-5
 """A temperature below this takes the most likely token."""
@@ -18,51 +42,15 @@ REPETITION_PENALTIES = (1e-6, 1e6)
 or NaN, so `SamplingParams.normalised` clips them.
 """
 
-MAX_N = 128
-MAX_STOP_STRINGS = 64
-MAX_STOP_TOKEN_IDS = 256
-ALL_LOGPROBS = -1
-"""The count that asks for log probabilities of the whole vocabulary."""
-MAX_LOGIT_BIAS = 2**18
-MAX_ALLOWED_TOKEN_IDS = 2**18
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 64
-MAX_GRAMMAR_CHARS = 2**18
-BIAS_LIMIT = 100.0
-"""Larger biases act like this one, as in the OpenAI API."""
-INT64 = (-(2**63), 2**63 - 1)
-
-
-class Grammar(msgspec.Struct, frozen=True):
-    """Constrains the content of a completion.
-
-    Attributes:
-      kind: the meaning of ``spec``.
-      spec: for "json_schema" a JSON schema as JSON text, for "json_object" empty, for "regex" a
-        regular expression, for "choice" a JSON array of the allowed strings, for "grammar" a
-        grammar in Lark syntax or EBNF.
-      structural_tag: a grammar in Lark syntax for the whole completion, in which ``@content``
-        stands for the content. Empty if the content is the whole completion. See
-        `structured_output.structural_tag`.
-
-    Raises:
-      InvalidRequestError: ``spec`` is longer than `MAX_GRAMMAR_CHARS`.
-        `structured_output.grammar.check_grammar` checks the rest.
-    """
-
-    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
-    spec: str = ""
-    structural_tag: str = ""
-
-    def __post_init__(self) -> None:
-        _require_at_most("grammar", len(self.spec), MAX_GRAMMAR_CHARS, "characters")
-
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of a request, with the names and defaults of the OpenAI API and of vLLM.
 
     Construction validates all fields as far as possible without the model; `check_token_ids` checks
-    token IDs against the vocabulary.
+    token IDs against the vocabulary. It also converts values that mean the same: any sequence to a
+    tuple, a string in ``stop`` to a tuple with this string, None to an empty tuple where None is
+    not a value, decimal strings in the keys of ``logit_bias`` to integers, integers and reals of
+    NumPy to those of Python, integers to floats. Booleans are no numbers, and 1.0 is no integer.
 
     Attributes:
       n: number of independent completions of a prompt, 1 to 128. The engine runs each separately.
@@ -99,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       include_stop_str_in_output: keep the stop string at the end of the text.
 
     Raises:
-      InvalidRequestError: a field is out of range; ``param`` names it.
+      InvalidRequestError: a field is out of range or has the wrong type; ``param`` names it.
     """
 
     n: int = 1
@@ -129,51 +117,56 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _require_range("n", self.n, 1, MAX_N)
-        self._check_sampling()
-        self._check_lengths()
-        self._check_penalties()
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            ok = count is None or ALL_LOGPROBS <= count <= INT64[1]
-            _require(ok, name, f"at least 0, or {ALL_LOGPROBS} for all tokens", count)
+        # Decoders produce values of exactly these types, so requests of servers skip the rest.
+        values = msgspec.structs.astuple(self)
+        is_plain = all(map(operator.contains, _TYPES, map(type, values)))
+        if not is_plain or not self._has_plain_items():
+            self._convert(values)
+            values = msgspec.structs.astuple(self)
+        for name, low, high, place in _NUMBERS:
+            value = values[place]
+            if value is not None and not low <= value <= high:
+                require(False, name, range_words(name, value), value)
+        least, most = self.min_tokens, self.max_tokens
+        if most is not None and least > most:
+            require(False, "min_tokens", f"at most max_tokens ({most})", least)
+        ok = self.pooling in (None, "last", "mean")
+        require(ok, "pooling", FORMS["pooling"], self.pooling)
         self._check_tokens()
         self._check_stops()
 
-    def _check_sampling(self) -> None:
-        _require_range("temperature", self.temperature, 0, math.inf)
-        _require(0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1", self.top_p)
-        ok = -1 <= self.top_k <= INT64[1]
-        _require(ok, "top_k", f"-1 or 0 (off) or between 1 and {INT64[1]}", self.top_k)
-        _require_range("min_p", self.min_p, 0, 1)
-        if self.seed is not None:
-            _require_range("seed", self.seed, *INT64)
+    def _has_plain_items(self) -> bool:
+        """Whether the items of all collections have the types that they are declared with."""
+        return (
+            _are(self.stop, str)
+            and _are(self.stop_token_ids, int)
+            and _are(self.allowed_token_ids, int)
+            and _are(self.bad_words_token_ids, tuple)
+            and all(_are(word, int) for word in self.bad_words_token_ids)
+            and _are(self.logit_bias, int)
+            and (self.logit_bias is None or _are(self.logit_bias.values(), float))
+            and _are(self.extra_args, str)
+        )
 
-    def _check_lengths(self) -> None:
-        most, least = self.max_tokens, self.min_tokens
-        if most is not None:
-            _require(most >= 1, "max_tokens", "at least 1", most)
-            _require(most <= INT64[1], "max_tokens", f"at most {INT64[1]}", most)
-            _require(least <= most, "min_tokens", f"at most max_tokens ({most})", least)
-        _require_range("min_tokens", least, 0, INT64[1])
-
-    def _check_penalties(self) -> None:
-        _require_range("presence_penalty", self.presence_penalty, -2, 2)
-        _require_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        penalty = self.repetition_penalty
-        ok = math.isfinite(penalty) and penalty > 0
-        _require(ok, "repetition_penalty", "a finite number greater than 0", penalty)
+    def _convert(self, values: tuple[Any, ...]) -> None:
+        """Converts each value to the type of its field. Raises InvalidRequestError."""
+        for field, expected, value in zip(_FIELDS, _TYPES, values, strict=True):
+            if type(value) not in expected or isinstance(value, tuple | dict):
+                converted = as_field(field.name, value, field.type)
+                msgspec.structs.force_setattr(self, field.name, converted)
 
     def _check_tokens(self) -> None:
-        bias = self.logit_bias or {}
-        _require_at_most("logit_bias", len(bias), MAX_LOGIT_BIAS, "token IDs")
-        for value in bias.values():
-            _require(math.isfinite(value), "logit_bias", "finite numbers", value)
+        bias = self.logit_bias
+        if bias:
+            require_at_most("logit_bias", len(bias), MAX_LOGIT_BIAS, "token IDs")
+            if not all(map(math.isfinite, bias.values())):
+                bad = next(value for value in bias.values() if not math.isfinite(value))
+                require(False, "logit_bias", "finite numbers", bad)
         allowed = self.allowed_token_ids
         if allowed is not None:
             ok = 0 < len(allowed) <= MAX_ALLOWED_TOKEN_IDS
             expected = f"1 to {MAX_ALLOWED_TOKEN_IDS} token IDs"
-            _require(ok, "allowed_token_ids", expected, len(allowed))
+            require(ok, "allowed_token_ids", expected, len(allowed))
             if self.grammar is not None:
                 raise InvalidRequestError(
                     "allowed_token_ids cannot be combined with a grammar, which determines the "
@@ -181,19 +174,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     param="allowed_token_ids",
                 )
         words = self.bad_words_token_ids
-        _require_at_most("bad_words", len(words), MAX_BAD_WORDS, "words")
+        if words:
+            require_at_most("bad_words", len(words), MAX_BAD_WORDS, "words")
         for word in words:
             ok = 0 < len(word) <= MAX_BAD_WORD_TOKENS
             expected = f"words of 1 to {MAX_BAD_WORD_TOKENS} tokens"
-            _require(ok, "bad_words", expected, len(word))
+            require(ok, "bad_words", expected, len(word))
 
     def _check_stops(self) -> None:
-        _require_at_most("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
-        _require(all(self.stop), "stop", "strings that are not empty", "")
-        ok = self.detokenize or not self.stop
-        _require(ok, "stop", "empty if detokenize is false", list(self.stop))
-        num_ids = len(self.stop_token_ids)
-        _require_at_most("stop_token_ids", num_ids, MAX_STOP_TOKEN_IDS, "token IDs")
+        if self.stop:
+            require_at_most("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
+            require(all(self.stop), "stop", "strings that are not empty", "")
+            require(self.detokenize, "stop", "empty if detokenize is false", list(self.stop))
 
     @property
     def most_tokens(self) -> int | None:
@@ -229,14 +221,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             low, high = TEMPERATURES
             temperature = min(max(self.temperature, low), high)
             filters = {"temperature": temperature, "top_k": max(self.top_k, 0)}
-        return msgspec.structs.replace(self, repetition_penalty=penalty, **filters)
+        return self.with_valid(repetition_penalty=penalty, **filters)
+
+    def with_valid(self, **values: Any) -> SamplingParams:
+        """Returns a copy with other values, which must be valid: unlike by construction and by
+        ``msgspec.structs.replace``, nothing is checked again.
+        """
+        changed = copy.copy(self)
+        for name, value in values.items():
+            msgspec.structs.force_setattr(changed, name, value)
+        return changed
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raises InvalidRequestError unless all token IDs are in ``[0, vocab_size)``.
 
         ``vocab_size`` is the width of the logits. JAX silently wraps, clamps or drops an index
-        outside of this range, so the front must refuse such IDs.
+        outside of this range, so the front must refuse such IDs. The front adds the end tokens of
+        the model to ``stop_token_ids`` later, so the limit on these is checked here as well.
         """
+        num_ids = len(self.stop_token_ids)
+        require_at_most("stop_token_ids", num_ids, MAX_STOP_TOKEN_IDS, "token IDs")
         check_ids(self.stop_token_ids, vocab_size, param="stop_token_ids")
         check_ids(tuple(self.logit_bias or ()), vocab_size, param="logit_bias")
         check_ids(self.allowed_token_ids or (), vocab_size, param="allowed_token_ids")
@@ -254,7 +258,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             count = getattr(self, name)
             if count is not None:
                 counts[name] = logprobs_within(count, max_logprobs, vocab_size, param=name)
-        return msgspec.structs.replace(self, **counts) if counts else self
+        return self.with_valid(**counts) if counts else self
 
 
 def logprobs_within(count: int, max_logprobs: int, vocab_size: int, *, param: str) -> int:
@@ -265,7 +269,7 @@ def logprobs_within(count: int, max_logprobs: int, vocab_size: int, *, param: st
     """
     wanted = vocab_size if count == ALL_LOGPROBS else count
     expected = f"between 0 and {max_logprobs} (--max-logprobs of this server)"
-    _require(0 <= wanted <= max_logprobs, param, expected, count)
+    require(0 <= wanted <= max_logprobs, param, expected, count)
     return min(wanted, vocab_size)
 
 
@@ -280,17 +284,17 @@ def check_ids(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) 
         )
 
 
-def _require(ok: bool, param: str, expected: str, got: object) -> None:
-    if not ok:
-        raise InvalidRequestError(f"{param} must be {expected}, got {got!r}", param=param)
+# Settled once, since every request is checked several times: the types of the fields, and the name,
+# least value, most value and place of each number.
+_FIELDS = msgspec.structs.fields(SamplingParams)
+_TYPES = tuple(types_of(field.type) for field in _FIELDS)
+_NUMBERS = tuple(
+    (field.name, RANGES[field.name].low, RANGES[field.name].high, place)
+    for place, field in enumerate(_FIELDS)
+    if field.name in RANGES
+)
 
 
-def _require_at_most(param: str, count: int, most: int, unit: str) -> None:
-    _require(count <= most, param, f"at most {most} {unit}", count)
-
-
-def _require_range(param: str, value: float, low: float, high: float) -> None:
-    # Comparisons with NaN are false, so NaN is refused too. Infinity is never allowed.
-    ok = low <= value <= high and math.isfinite(value)
-    expected = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-    _require(ok, param, expected, value)
+def _are(items: Collection[Any] | None, kind: type) -> bool:
+    """Whether all items are of exactly this type. True if there are none."""
+    return not items or set(map(type, items)) == {kind}

@@ -1,26 +1,30 @@
 """LLM: a model in the process of its caller, with a fake engine whose tokens are arithmetic."""
 
-import gc
+import dataclasses
 import os
-import signal
 import sys
 import threading
-import weakref
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from jaxserve import llm as llm_module
 from jaxserve.config import EngineConfig
-from jaxserve.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError
-from jaxserve.llm import LLM, ask_for_memory, engine_config
-from jaxserve.offline.outputs import as_prompts
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+)
+from jaxserve.llm import LLM, settings
+from jaxserve.llm.settings import ask_for_memory, engine_config
+from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_model import FakeModel, expected_tokens
-from jaxserve.testing.waiting import wait_until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 FACTORY = "jaxserve.testing.fake_engine:build"
@@ -84,12 +88,6 @@ def test_accepts_prompts_as_strings_and_dicts(llm: LLM) -> None:
         assert (output.prompt, output.prompt_token_ids) == ("hello", ids)
 
 
-@pytest.mark.parametrize("bad", [5, None, {"text": "x"}, [1, "a"], [[1.5]], ["a", None], [[True]]])
-def test_rejects_invalid_prompts(bad) -> None:
-    with pytest.raises((InvalidRequestError, TypeError)):
-        as_prompts(bad)
-
-
 def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert generate(llm, []) == []
 
@@ -144,6 +142,145 @@ def test_chat_takes_several_conversations_and_continues_a_message(llm: LLM) -> N
     assert str(output.prompt).endswith("hel")
 
 
+def test_chat_shows_tools_and_variables_to_the_template(llm: LLM, monkeypatch) -> None:
+    template = "{{ tools[0].name }} {{ mood }} {{ messages[0].content }}"
+    model = dataclasses.replace(llm._text_engine.model, chat_template=template)
+    monkeypatch.setattr(llm._text_engine, "model", model)
+    options = {"tools": [{"name": "clock"}], "chat_template_kwargs": {"mood": "calm"}}
+    (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False, **options)
+    assert output.prompt == "clock calm hi"
+
+
+def test_returns_prompt_logprobs_by_token_id(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, n=2)
+    (output,) = generate(llm, [[5, 6, 7]], params)
+    assert output.prompt_logprobs is not None
+    first, *others = output.prompt_logprobs
+    assert first is None
+    assert [next(iter(by_id)) for by_id in others] == [6, 7]
+    assert all(1 <= len(by_id) <= 3 for by_id in others)
+    assert generate(llm, [[5, 6, 7]])[0].prompt_logprobs is None
+
+
+def test_metrics_are_times_in_order(llm: LLM) -> None:
+    before = time.time()
+    outputs = generate(llm, [[1], [2]], SamplingParams(temperature=0, max_tokens=5, n=2))
+    after = time.time()
+    for output in outputs:
+        m = output.metrics
+        assert m is not None
+        times = [m.arrival_time, m.first_scheduled_time, m.first_token_time]
+        times += [m.last_token_time, m.finished_time]
+        # The clocks differ by less than this while the test runs.
+        assert [before - 1, *times, after + 1] == sorted([before - 1, *times, after + 1])
+        assert m.time_in_queue == m.first_scheduled_time - m.arrival_time
+
+
+def test_embed_returns_a_vector_for_each_prompt(llm: LLM) -> None:
+    prompts = ["hello", [1, 2, 3]]
+    raw = llm.embed(prompts, pooling="mean", normalize=False, use_tqdm=False)
+    unit = llm.embed(prompts, pooling="mean", use_tqdm=False)
+    pooled = generate(llm, prompts, SamplingParams(temperature=0, pooling="mean"))
+    for i in range(2):
+        vector = raw[i].outputs.embedding
+        assert vector is not None
+        assert pooled[i].outputs[0].embedding == vector
+        assert pooled[i].outputs[0].text == ""
+        assert np.linalg.norm(vector) > 0
+        assert unit[i].outputs.embedding == pytest.approx(vector / np.linalg.norm(vector))
+        assert unit[i].metrics is not None
+    assert [output.prompt for output in raw] == ["hello", None]
+    assert raw[1].prompt_token_ids == [1, 2, 3]
+    last = llm.embed(prompts, use_tqdm=False)
+    assert last[1] != unit[1]
+
+
+def failing_engine(config, engine, on_progress):
+    """An engine that refuses prompts that begin with token 9, and the rest with a reason."""
+
+    def check(params: SamplingParams) -> None:
+        if params.seed == 9:
+            raise InvalidRequestError("no request may have the seed 9")
+
+    built = fake_engine.build(config, engine, on_progress)
+    built.core._check_params = check
+    return built
+
+
+def test_a_request_that_fails_says_why_and_takes_no_other_answer(
+    front_checkpoint: Path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr("jaxserve.llm.llm.load_factory", lambda name: failing_engine)
+    params = [SamplingParams(temperature=0, max_tokens=4, seed=8 + i % 2) for i in range(10)]
+    with make(front_checkpoint) as llm:
+        outputs = generate(llm, [[i] for i in range(10)], params)
+        for i, output in enumerate(outputs):
+            (completion,) = output.outputs
+            if i % 2:
+                assert output.error == "no request may have the seed 9"
+                assert not output.finished
+                assert (completion.finish_reason, completion.token_ids) == ("error", [])
+            else:
+                assert output.error is None
+                assert output.finished
+                assert completion.token_ids == expected(llm, [i], params[i])
+        (vector,) = llm.embed([[1]], use_tqdm=False)
+        assert vector.error is None
+    assert "prompt 3 failed: no request may have the seed 9" in caplog.text
+
+
+def test_an_unexpected_error_of_one_request_takes_no_other_answer(
+    llm: LLM, monkeypatch, caplog
+) -> None:
+    decode = type(llm.get_tokenizer()).decode
+
+    def fails(self, ids, **options):
+        if ids == [expected(llm, [2], GREEDY)[0]]:
+            raise ZeroDivisionError("a bug")
+        return decode(self, ids, **options)
+
+    monkeypatch.setattr(type(llm.get_tokenizer()), "decode", fails)
+    params = msgspec.structs.replace(GREEDY, logprobs=0)
+    outputs = generate(llm, [[1], [2], [3]], params)
+    assert [output.error for output in outputs] == [None, "a bug", None]
+    assert "ZeroDivisionError" in caplog.text, "with its traceback"
+
+
+@pytest.mark.parametrize(
+    ("grammars", "message"),
+    [
+        ([Grammar("json_schema", '{"type": 5}')], "^grammar: "),
+        ([None, Grammar("regex", "a+"), Grammar("regex", "(")], "^prompt 2: grammar: "),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_ends_the_call_before_any_request_runs(
+    llm: LLM, grammars, message
+) -> None:
+    before = llm._text_engine.engine.stats[0].total_generation_tokens
+    params = [SamplingParams(max_tokens=5, grammar=grammar) for grammar in grammars]
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        generate(llm, [[1]] * len(params), params)
+    assert caught.value.param == "grammar"
+    assert llm._text_engine.engine.stats[0].total_generation_tokens == before
+
+
+def test_an_error_says_which_prompt_is_invalid(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError, match="^prompt 1: the maximum context length"):
+        generate(llm, [[1], [1] * 5000])
+    with pytest.raises(ContextLengthError, match="^the maximum context length"):
+        generate(llm, [[1] * 5000])
+
+
+def test_256_stop_ids_are_served_by_a_model_with_several_end_tokens(llm: LLM) -> None:
+    model = llm._text_engine.model
+    llm._text_engine.model = dataclasses.replace(model, extra_end_ids=(3, 4))
+    try:
+        params = SamplingParams(temperature=0, max_tokens=5, stop_token_ids=range(100, 356))  # type: ignore[arg-type]
+        assert generate(llm, [[1]], params)[0].finished
+    finally:
+        llm._text_engine.model = model
+
+
 def test_a_rejected_request_ends_the_call_before_any_request_runs(llm: LLM) -> None:
     before = llm._text_engine.engine.stats[0].total_generation_tokens
     for prompts, params in [
@@ -152,6 +289,7 @@ def test_a_rejected_request_ends_the_call_before_any_request_runs(llm: LLM) -> N
         ([[1], [1] * 5000], GREEDY),
         ([[1], [2]], [GREEDY]),
         ([[1]], SamplingParams(stop_token_ids=(10**6,))),
+        ([[1]], {"max_tokens": 5}),
     ]:
         with pytest.raises(InvalidRequestError):
             generate(llm, prompts, params)
@@ -182,34 +320,6 @@ def test_threads_share_the_engine(llm: LLM) -> None:
     assert results == {i: expected(llm, [i, i]) for i in range(8)}
 
 
-def build_slow(config, engine, on_progress):
-    """Builds a slow engine, so that a call can be interrupted."""
-    import dataclasses
-
-    model = dataclasses.replace(config.model, model="fake:step_s=0.02")
-    return fake_engine.build(dataclasses.replace(config, model=model), engine, on_progress)
-
-
-def test_an_interrupt_ends_a_call_and_not_the_engine(front_checkpoint: Path, monkeypatch) -> None:
-    monkeypatch.setattr("jaxserve.llm.load_factory", lambda name: build_slow)
-    with make(front_checkpoint) as llm:
-        stats = llm._text_engine.engine.stats
-
-        def interrupt() -> None:
-            wait_until(lambda: llm._text_engine.engine.stats[0].num_running)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert stats[0].num_running == 0
-        threading.Thread(target=interrupt).start()
-        endless = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
-        with pytest.raises(KeyboardInterrupt):
-            generate(llm, [[1]] * 4, endless)
-        assert generate(llm, [[1, 2, 3]])[0].outputs[0].token_ids == expected(llm, [1, 2, 3])
-        # Only the request of the last call may be running.
-        assert llm._text_engine.engine.stats[0].num_running <= 1
-
-
 def test_a_closed_llm_rejects_calls(front_checkpoint: Path) -> None:
     llm = make(front_checkpoint)
     llm.close()
@@ -222,18 +332,6 @@ def all_ended(threads: set[threading.Thread]) -> bool:
     for thread in threads:
         thread.join(timeout=20)
     return not any(thread.is_alive() for thread in threads)
-
-
-def test_a_garbage_collected_llm_ends_its_threads(front_checkpoint: Path) -> None:
-    before = set(threading.enumerate())
-    llm = make(front_checkpoint)
-    reference = weakref.ref(llm)
-    started = set(threading.enumerate()) - before
-    assert {"engine", "llm"} <= {thread.name for thread in started}
-    del llm
-    gc.collect()
-    assert reference() is None
-    assert all_ended(started)
 
 
 def test_engine_config_assigns_settings_to_groups() -> None:
@@ -257,7 +355,8 @@ def test_rejects_bad_models_and_settings(front_checkpoint: Path) -> None:
         make(front_checkpoint, data_parallel_size=2)
     with pytest.raises(ConfigError, match="policy"):
         make(front_checkpoint, policy="fastest")
-    assert all_ended(set(threading.enumerate()) - before)
+    new = {thread for thread in threading.enumerate() if thread.name in ("llm", "engine")} - before
+    assert not any(thread.is_alive() for thread in new)
 
 
 MEMORY = "XLA_CLIENT_MEM_FRACTION"
@@ -291,7 +390,7 @@ def test_sets_the_flag_that_captures_sums_over_devices(front_checkpoint: Path, m
 def test_warns_if_jax_is_loaded_before_the_share_is_set(
     tmp_path, monkeypatch, caplog, environment, has_gpu, has_jax, warns
 ) -> None:
-    monkeypatch.setattr(llm_module, "NVIDIA_DRIVER", tmp_path if has_gpu else tmp_path / "none")
+    monkeypatch.setattr(settings, "NVIDIA_DRIVER", tmp_path if has_gpu else tmp_path / "none")
     modules = {**sys.modules, "jax": None} if has_jax else {"sys": sys}
     monkeypatch.setattr(sys, "modules", modules)
     given = dict(environment)

@@ -153,14 +153,14 @@ async def _answer_all(
         bar.update(totals.num_done - bar.n)
         rate = totals.output_tokens / max(time.monotonic() - totals.began_s, 1e-3)
         bar.set_postfix_str(f"{rate:.0f} tokens/s, {totals.num_errors} errors", refresh=False)
-        await results.drain()
+        # A reader of the results that is slow holds new requests back.
+        await results.flush()
 
     with_bar = sys.stderr.isatty()
     with tqdm(total=num_requests, unit="request", disable=not with_bar) as bar:
         reporter = asyncio.create_task(_report(totals, num_requests, silent=with_bar))
         try:
             await for_each(requests, work, limit=limit)
-            await results.flush()
         finally:
             reporter.cancel()
             bar.close()

@@ -47,12 +47,8 @@ class Results(Protocol):
         """Takes a result, which is then written even if the run is cancelled. Raises OSError."""
         ...
 
-    async def drain(self) -> None:
-        """Waits while many results are unwritten. Raises OSError."""
-        ...
-
     async def flush(self) -> None:
-        """Waits until all results are written. Raises OSError."""
+        """Waits until the results that it took are written. Raises OSError."""
         ...
 
     def close(self) -> None:

@@ -78,9 +78,6 @@ class ResultFile:
         assert self._has_begun
         write_all(self._fd, encode_line(result) + b"\n")
 
-    async def drain(self) -> None:
-        """Does nothing: `write` has written the results."""
-
     async def flush(self) -> None:
         """Does nothing: `write` has written the results."""
 

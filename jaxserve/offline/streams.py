@@ -20,9 +20,6 @@ CHUNK_BYTES = 1 << 16
 MAX_CHUNKS = 16
 """The most chunks that are read before they are needed."""
 
-MAX_WAITING = 1024
-"""The most results that wait to be written before no more requests are started."""
-
 CLOSE_TIMEOUT_S = 2.0
 """Seconds that the reader of the results may take when the run is interrupted."""
 
@@ -81,7 +78,7 @@ class ResultStream:
     def __init__(self, open_file: Open) -> None:
         self._open_file = open_file
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._num_waiting = 0
+        self._num_given = self._num_written = 0
         self._error: OSError | None = None
         self._progress = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
@@ -93,29 +90,22 @@ class ResultStream:
 
     def write(self, result: BatchResult) -> None:
         """Hands a result to the thread that writes."""
-        self._num_waiting += 1
+        self._num_given += 1
         self._queue.put(encode_line(result) + b"\n")
 
-    async def drain(self) -> None:
-        """Waits while many results are unwritten. Raises OSError if they cannot be written."""
-        await self._until_at_most(MAX_WAITING)
-
     async def flush(self) -> None:
-        """Waits until all results are written. Raises OSError if they cannot be written."""
-        await self._until_at_most(0)
+        """Waits until these results are written. Raises OSError if they cannot be written."""
+        goal = self._num_given
+        while self._num_written < goal and self._error is None:
+            await self._progress.wait()
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Closes the stream. Waits a moment for what is not written yet."""
         self._queue.put(None)
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
-
-    async def _until_at_most(self, num_waiting: int) -> None:
-        while self._num_waiting > num_waiting and self._error is None:
-            self._progress.clear()
-            await self._progress.wait()
-        if self._error is not None:
-            raise self._error
 
     def _run(self) -> None:
         try:
@@ -130,9 +120,11 @@ class ResultStream:
             _call(self._loop, self._report, error)
 
     def _report(self, error: OSError | None) -> None:
-        self._num_waiting -= 1
+        if error is None:
+            self._num_written += 1
         self._error = error
         self._progress.set()
+        self._progress = asyncio.Event()
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: object) -> None:

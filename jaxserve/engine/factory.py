@@ -63,7 +63,9 @@ def build(
     propose = None if name is None else proposer.load(name)
     # Both must be set up before jax is used.
     devices = engine_devices(config.parallel.tensor_parallel_size)
-    kept = keep_compiled_programs(config.compile.compilation_cache_dir)
+    kept = keep_compiled_programs(
+        config.compile.compilation_cache_dir, max_bytes=config.compile.compilation_cache_mib * MIB
+    )
     checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
     spec = read_spec(checkpoint.config)
     chosen = choose(config, checkpoint, spec, devices)

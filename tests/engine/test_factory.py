@@ -72,7 +72,7 @@ def generate(built: BuiltEngine, prompts: list[list[int]]) -> list[list[int]]:
 
 def cached_programs(folder: Path) -> set[str]:
     """Returns the names of the files of compiled steps and samplers in a folder."""
-    return {path.name for path in folder.glob("jit_*step-*-cache")}
+    return {path.name for path in folder.glob("jit_*step-*.program")}
 
 
 PROMPTS = [[5, 6, 7], list(range(40)), [300]]

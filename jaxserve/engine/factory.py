@@ -68,6 +68,8 @@ def build(
     )
     checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
     spec = read_spec(checkpoint.config)
+    # Read now: a grammar must not depend on what happens to the files later.
+    tokenizer = _tokenizer(config, checkpoint)
     chosen = choose(config, checkpoint, spec, devices)
     # Refuses sizes that do not fit each other before the weights are loaded.
     _sizes(config, spec, chosen, dataclasses.replace(current_device(), free_bytes=sys.maxsize))
@@ -100,7 +102,7 @@ def build(
     if config.compile.warmup:
         with phase("compile", "programs") as compiling:
             runner.warm_up(compiling.update)
-    grammars = GrammarCompiler(functools.partial(_tokenizer, config, checkpoint), spec.vocab_size)
+    grammars = GrammarCompiler(tokenizer, spec.vocab_size)
     return assemble(
         config,
         engine,

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.openai.encoding import encode_line
+from jaxserve.openai.json_lines import encode_line
 from server.errors import logger, reply_to
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import msgspec
 
 from jaxserve.errors import ConfigError
 from jaxserve.offline.batch_file import OK, BatchResult
-from jaxserve.openai.encoding import encode_line
+from jaxserve.openai.json_lines import encode_line
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from jaxserve.offline.batch_file import BatchResult
 from jaxserve.offline.result_file import write_all
-from jaxserve.openai.encoding import encode_line
+from jaxserve.openai.json_lines import encode_line
 
 CHUNK_BYTES = 1 << 16
 MAX_CHUNKS = 16

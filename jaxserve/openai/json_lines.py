@@ -22,7 +22,11 @@ def encode_line(value: Any) -> bytes:
 
     Many clients split a stream of text with it, so a line break in a string would end a message.
     """
-    data = _encode(value)
+    return escape_line_breaks(_encode(value))
+
+
+def escape_line_breaks(data: bytes) -> bytes:
+    """Returns JSON, or a part of it that splits no character, as `encode_line` would write it."""
     if 0xC2 in data or 0xE2 in data:  # far cheaper than a search for two bytes
         for line_break, escape in _LINE_BREAKS:
             data = data.replace(line_break, escape)

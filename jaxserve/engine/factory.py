@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,6 +35,7 @@ from jaxserve.sampling.declaration import Stage
 from jaxserve.sampling.registry import check_params, load_stages
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.constraint import GrammarCompiler
+from jaxserve.text.model_files import expand_home
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -183,7 +183,7 @@ def _load(
         return *convert(), []
     from jaxserve.checkpoint.orbax_cache import WeightsCache, entry_name  # slow to import
 
-    weights_cache = WeightsCache(Path(cache).expanduser())
+    weights_cache = WeightsCache(expand_home(cache))
     # An entry holds whole arrays, for any number of devices.
     name = entry_name(checkpoint, dataclasses.asdict(dataclasses.replace(layout, cut=())))
     graphdef, like = abstract_params(spec, layout, sharding=sharding)

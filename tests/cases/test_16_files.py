@@ -6,6 +6,7 @@ The IDs of these cases are in the docstrings: they were reported later than thos
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -295,3 +296,79 @@ def test_a_pipe_cannot_be_resumed(tmp_path: Path, run) -> None:
     code, message = run(source, "-", "--resume", model="/no/model")
     assert code == 1
     assert message == "error: --resume needs a file of results, and - cannot be read again\n"
+
+
+NO_PASSWD_ENTRY = """
+import pwd
+
+def getpwuid(uid):
+    raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+pwd.getpwuid = getpwuid
+"""
+
+
+@pytest.fixture
+def without_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the processes of a test run as a user that exists nowhere."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(NO_PASSWD_ENTRY)
+    for name in ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, sys.path)]))
+
+
+def test_a_user_without_a_home_folder_is_served(
+    without_home, serve_process, scripted_checkpoint
+) -> None:
+    """PUB-02: OpenShift gives a container a random user ID."""
+    checkpoint = scripted_checkpoint(ab=["A", "B", EOS])
+    with serve_process(checkpoint, compilation_cache_dir="~/.cache/jaxserve/compiled") as client:
+        assert client.complete("<ab>", max_tokens=5)["choices"][0]["text"] == "AB"
+        reply = client.complete("<ab>", max_tokens=5, guided_regex="AB?")
+        assert reply["choices"][0]["text"] == "AB"
+        log = client.process._log.read_text()
+        assert re.search("compiled programs +not kept.*this user has none", log)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            "some/model",
+            "error: there is no folder some/model, and no home folder to download it to",
+        ),
+        ("~/model", "error: ~/model is in a home folder that does not exist: set HOME"),
+    ],
+)
+def test_a_model_in_a_missing_home_folder_is_one_sentence(without_home, model, message) -> None:
+    """PUB-02, for hub IDs: the front died with a traceback."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "server", "--model", model, "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert message in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["folder", "fifo"])
+def test_a_file_of_the_model_that_is_none_is_one_sentence(
+    tmp_path: Path, front_checkpoint: Path, run, name: str, kind: str
+) -> None:
+    """A folder gave a traceback, and a pipe blocked the start for ever."""
+    model = tmp_path / "model"
+    shutil.copytree(front_checkpoint, model)
+    (model / name).unlink()
+    (model / name).mkdir() if kind == "folder" else os.mkfifo(model / name)
+    source = tmp_path / "in.jsonl"
+    source.write_text(line("a"))
+    code, message = run(source, tmp_path / "out.jsonl", model=model)
+    assert code == 1
+    assert message.startswith(f"error: {model / name} must be a file, but it is a ")
+    assert len(message.splitlines()) == 1
+    assert not (tmp_path / "out.jsonl").exists()

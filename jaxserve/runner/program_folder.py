@@ -33,8 +33,8 @@ class ProgramFolder:
     """A cache of compiled programs. Has the interface of jax's ``CacheInterface``.
 
     An entry is `MAGIC`, a digest of the key and the program, and the program. Several processes may
-    use a folder at once. Errors of the file system cost time, never a program: they are logged once
-    each, and the program is compiled.
+    use a folder at once. Errors of the file system and damaged entries cost only time: the first of
+    each kind is logged, and the programs are compiled.
 
     Args:
       path: an existing folder. If it cannot be written to, programs are only read.
@@ -61,7 +61,7 @@ class ProgramFolder:
         start = len(MAGIC) + DIGEST_BYTES
         program = data[start:]
         if data[:start] != MAGIC + _digest(key, program):
-            logger.warning("%s is damaged: it is compiled again", path)
+            self._log_once("damaged", f"compiled again, since its file is damaged: {path}")
             with contextlib.suppress(OSError):  # `put` replaces it anyway
                 path.unlink()
             return None

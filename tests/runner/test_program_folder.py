@@ -59,7 +59,7 @@ def test_a_damaged_entry_is_removed_and_written_again(tmp_path: Path, caplog, da
     entry.write_bytes(damage(whole))
     programs = make(tmp_path)
     assert programs.get("a") is None
-    assert f"{entry} is damaged" in caplog.text
+    assert f"its file is damaged: {entry}" in caplog.text
     assert names(tmp_path) == set()
     programs.put("a", b"code" * 100)
     assert entry.read_bytes() == whole

@@ -9,6 +9,7 @@ import ipaddress
 import signal
 import socket
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
@@ -20,7 +21,6 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
-from jaxserve.text.model_files import expand_home
 from server.app import create_app
 from server.console import Console
 from server.http import HttpProtocol, HttpServer
@@ -251,6 +251,6 @@ def read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return expand_home(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error

@@ -333,19 +333,21 @@ def test_a_user_without_a_home_folder_is_served(
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("flag", "path", "message"),
     [
-        (
-            "some/model",
-            "error: there is no folder some/model, and no home folder to download it to",
-        ),
-        ("~/model", "error: ~/model is in a home folder that does not exist: set HOME"),
+        ("model", "some/model", "there is no folder some/model, and no home folder to download it"),
+        ("model", "~/model", "~/model is in a home folder that does not exist: set HOME"),
+        ("tokenizer", "~/model", "~/model is in a home folder that does not exist: set HOME"),
+        ("chat-template", "~/it.jinja", "~/it.jinja cannot be read: Could not determine home"),
     ],
 )
-def test_a_model_in_a_missing_home_folder_is_one_sentence(without_home, model, message) -> None:
+def test_a_path_in_a_missing_home_folder_is_one_sentence(
+    without_home, front_checkpoint: Path, flag: str, path: str, message: str
+) -> None:
     """PUB-02, for hub IDs: the front died with a traceback."""
+    argv = ["--model", str(front_checkpoint), "--engine-factory", FAKE, f"--{flag}", path]
     ended = subprocess.run(
-        [sys.executable, "-m", "server", "--model", model, "--port", "0"],
+        [sys.executable, "-m", "server", *argv, "--port", "0"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -56,6 +56,7 @@ class ResultFile:
         self._path = path.resolve()
         self._overwrite = overwrite
         self._drops_lines = False
+        self._torn_at: int | None = None
         self._has_begun = False
         self.answered: frozenset[str] = frozenset()
         self._fd, self._is_new = _open_locked(self._path, path)
@@ -72,6 +73,8 @@ class ResultFile:
             os.ftruncate(self._fd, 0)
         elif self._drops_lines:
             self._remove_dropped_lines()
+        elif self._torn_at is not None:
+            os.ftruncate(self._fd, self._torn_at)
 
     def write(self, result: BatchResult) -> None:
         """Appends a result."""
@@ -100,11 +103,15 @@ class ResultFile:
         lines = _read_lines(self._fd, self._shown)
         if resume:
             answered: set[str] = set()
+            offset = 0
             for line in lines:
-                if line.answers is None or line.answers in answered:
+                if line.answers is not None and line.answers not in answered:
+                    answered.add(line.answers)
+                elif line.data.endswith(b"\n"):
                     self._drops_lines = True
                 else:
-                    answered.add(line.answers)
+                    self._torn_at = offset
+                offset += len(line.data)
             self.answered = frozenset(answered)
         elif self._overwrite:
             # A file of something else is refused by its first line.

@@ -33,6 +33,16 @@ def answers(path: Path, *custom_ids: str, text: str = "") -> None:
     results.close()
 
 
+def with_error(path: Path) -> bytes:
+    """Writes a file with one answer and one error, and returns its bytes."""
+    results = ResultFile(path)
+    results.begin()
+    results.write(BatchResult.of_body("a", {}))
+    results.write(BatchResult.of_error("b", InvalidRequestError("bad")))
+    results.close()
+    return path.read_bytes()
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
@@ -138,7 +148,7 @@ def test_resume_appends_to_a_file_of_answers(path: Path) -> None:
 
 def test_resume_removes_a_truncated_last_line(path: Path) -> None:
     answers(path, "a", "b", text="ü")
-    whole = path.read_bytes()
+    whole, inode = path.read_bytes(), path.stat().st_ino
     first_len = whole.index(b"\n") + 1
     for cut in range(first_len, len(whole)):
         path.write_bytes(whole[:cut])
@@ -147,6 +157,8 @@ def test_resume_removes_a_truncated_last_line(path: Path) -> None:
         resumed.close()
         assert resumed.answered == {"a"}
         assert path.read_bytes() == whole[:first_len]
+        # In place: after a full disk, there may be no room for a copy.
+        assert path.stat().st_ino == inode
 
 
 REQUEST = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prompt":"x"}}\n'
@@ -205,9 +217,7 @@ except ConfigError as error:
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_second_run_is_refused(path: Path, tmp_path: Path, option: str, has_begun: bool) -> None:
     """Also after the first has replaced the file, and if the second uses a link to it."""
-    answers(path, "a")
-    with path.open("ab") as file:
-        file.write(b'{"id":"batch-')
+    with_error(path)
     link = tmp_path / "link"
     link.symlink_to(path)
     first = ResultFile(path, resume=True)
@@ -236,9 +246,7 @@ def test_a_second_run_is_refused(path: Path, tmp_path: Path, option: str, has_be
 def test_the_target_of_a_link_is_replaced(path: Path, tmp_path: Path) -> None:
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
-    answers(link, "a")
-    with path.open("ab") as file:
-        file.write(b'{"id":"ba')
+    with_error(link)
     resumed = ResultFile(link, resume=True)
     resumed.begin()
     resumed.close()
@@ -248,10 +256,7 @@ def test_the_target_of_a_link_is_replaced(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_while_lines_are_dropped_leaves_the_file(path: Path, monkeypatch) -> None:
-    answers(path, "a", "b")
-    with path.open("ab") as file:
-        file.write(b'{"id":"ba')
-    before = path.read_bytes()
+    before = with_error(path)
     resumed = ResultFile(path, resume=True)
 
     def write(fd: int, data: bytes) -> int:

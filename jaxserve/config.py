@@ -295,6 +295,17 @@ class CompileConfig:
     compilation_cache_dir: str = setting(
         "~/.cache/jaxserve/compiled", "folder that caches compiled programs; empty for no cache"
     )
+    compilation_cache_mib: int = setting(
+        4096,
+        "most MiB of compiled programs in that folder; the least recently used ones are removed",
+    )
+
+    def __post_init__(self) -> None:
+        if self.compilation_cache_mib < 1:
+            raise ConfigError(
+                f"--compilation-cache-mib must be at least 1, got {self.compilation_cache_mib}; "
+                "an empty --compilation-cache-dir keeps no programs"
+            )
 
 
 @dataclass(frozen=True, slots=True)

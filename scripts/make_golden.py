@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from jaxserve.bench.output_file import replacing  # noqa: E402
 from jaxserve.testing.tiny import random_tensors, tiny_config  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -107,11 +108,11 @@ def main() -> None:
             name: logits_of(config, random_tensors(config), prompt)
             for name, config in CONFIGS.items()
         }
-        np.savez_compressed(
-            GOLDEN / "tiny_logits.npz", prompt=prompt, configs=json.dumps(CONFIGS), **logits
-        )
+        with replacing(GOLDEN / "tiny_logits.npz") as path:
+            np.savez_compressed(path, prompt=prompt, configs=json.dumps(CONFIGS), **logits)
     if "smollm2" in wanted:
-        (GOLDEN / "smollm2_greedy.json").write_text(json.dumps(smollm2_greedy()) + "\n")
+        with replacing(GOLDEN / "smollm2_greedy.json") as path:
+            path.write_text(json.dumps(smollm2_greedy()) + "\n")
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from gpu.models import BLOCK_SIZE, spec_of
 from gpu.timing import seconds
 from gpu.workload import Pool, chained
 
+from jaxserve.bench.output_file import check_output, replacing
 from jaxserve.models.spec import ModelSpec
 from pallas_kernels import tuning
 from pallas_kernels.paged_decode import paged_decode
@@ -154,6 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if jax.default_backend() == "cpu" and not options.tiny:
         print("there is no GPU to tune for", file=sys.stderr)
         return 2
+    if options.output is not None:
+        check_output(options.output)
     start = time.monotonic()
     sizes = TINY if options.tiny else Sizes()
     device = jax.devices()[0].device_kind
@@ -166,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "\n".join(lines)
     print(f"\nfor the table, after {time.monotonic() - start:.0f} s:\n{text}")
     if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
+        with replacing(options.output) as path:
+            path.write_text(text + "\n", encoding="utf-8")
     return 0
 
 

@@ -259,5 +259,5 @@ def read_template(path: str | None) -> str | None:
         return None
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.openai.json_lines import encode_line
 from server.errors import logger, reply_to
 
 T = TypeVar("T")
@@ -47,13 +48,13 @@ class Framing:
 
 def event(data: msgspec.Struct) -> bytes:
     """Returns one server-sent event with a JSON value."""
-    return b"data: " + _encode(data) + b"\n\n"
+    return b"data: %b\n\n" % encode_line(data)
 
 
 def named_event(data: msgspec.Struct) -> bytes:
     """Returns one server-sent event named after the ``type`` of its value."""
     name = getattr(data, "type", "error")
-    return b"event: " + name.encode() + b"\ndata: " + _encode(data) + b"\n\n"
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_line(data))
 
 
 PLAIN = Framing(event, DONE)

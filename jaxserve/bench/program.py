@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from jaxserve.bench.output_file import check_output, replacing
 from jaxserve.checkpoint.locate import open_tokenizer
 from jaxserve.config import ModelConfig
 from jaxserve.errors import JaxserveError
@@ -87,11 +88,14 @@ def run(
     """Measures, prints the table, writes the figures, and returns the exit code."""
     args = parser.parse_args(argv)
     try:
+        if args.output is not None:
+            check_output(args.output)
         report = measure(args)
     except (JaxserveError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(report.table())
     if args.output is not None:
-        args.output.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+        with replacing(args.output) as path:
+            path.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
     return 0

@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve.checkpoint.mapping import some
 from jaxserve.checkpoint.safetensors import SafetensorsFile
 from jaxserve.errors import CheckpointError, UnsupportedModelError
+from jaxserve.text.model_files import read_text
 from jaxserve.text.tokenizer import Tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -80,10 +81,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
     Raises:
-      CheckpointError: the file is missing or does not hold a JSON object.
+      CheckpointError: the file is missing, cannot be read or does not hold a JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is not a model: it has no {path.name}") from error
     except (ValueError, RecursionError) as error:

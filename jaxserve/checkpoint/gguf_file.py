@@ -20,6 +20,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from jaxserve.errors import CheckpointError
+from jaxserve.text.model_files import check_file
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -85,6 +86,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        check_file(path)
         with path.open("rb") as file:
             if path.stat().st_size == 0:
                 raise CheckpointError(f"{path} is empty")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     LocalEntryNotFoundError,
@@ -23,6 +24,12 @@ TOKENIZER_FILES = [
     "merges.txt",
     "chat_template*",
 ]
+NOT_WRITABLE = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT),
+    *(errno.ENOSPC, errno.EDQUOT),
+)
+"""The errors of a folder that cannot take a download."""
+
 MODEL_FILES = [*TOKENIZER_FILES, "config.json", "generation_config.json", "model*.safetensors*"]
 
 
@@ -35,8 +42,9 @@ def download(model: str, *, only_tokenizer: bool = False) -> Path:
 
     Raises:
       CheckpointError: the model does not exist, is not accessible, or has no safetensors weights,
-        or the hub cannot be reached and the model is not cached.
+        or the hub cannot be reached and the model is not cached; or there is no folder for it.
     """
+    folder = _downloads(model)
     patterns = TOKENIZER_FILES if only_tokenizer else MODEL_FILES
     # Catches every exception, since huggingface_hub lets those of its HTTP client through.
     try:
@@ -58,6 +66,11 @@ def download(model: str, *, only_tokenizer: bool = False) -> Path:
             )
         )
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
+            raise CheckpointError(
+                f"cannot download {model} to {folder}: {error.strerror}; set HF_HOME to a folder "
+                "with space that can be written to"
+            ) from error
         raise CheckpointError(
             f"the download of {model} stopped: {_first_line(error)}; start again to resume it"
         ) from error
@@ -68,6 +81,21 @@ def _from_cache(model: str, patterns: list[str], error: Exception) -> Path:
         return Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
     except LocalEntryNotFoundError:
         raise CheckpointError(_explain(model, error)) from error
+    except OSError as unreadable:
+        raise CheckpointError(
+            f"cannot read the downloaded files of {model}: {_first_line(unreadable)}"
+        ) from unreadable
+
+
+def _downloads(model: str) -> Path:
+    """Returns the folder of downloads. Raises CheckpointError if the user has no home folder."""
+    try:
+        return Path(constants.HF_HUB_CACHE).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"there is no folder {model}, and no home folder to download it to: set HF_HOME to a "
+            "folder that can be written to"
+        ) from error
 
 
 def _explain(model: str, error: Exception) -> str:

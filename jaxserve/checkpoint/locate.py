@@ -11,6 +11,7 @@ from jaxserve.checkpoint.checkpoint import Checkpoint
 from jaxserve.checkpoint.folder import FolderCheckpoint
 from jaxserve.checkpoint.gguf_config import GGUFNames
 from jaxserve.errors import CheckpointError
+from jaxserve.text.model_files import expand_home, unreadable
 from jaxserve.text.tokenizer import Tokenizer
 
 PYTHON_PREFIX = "python:"
@@ -33,12 +34,16 @@ def open_checkpoint(
       names_of: see `GGUFCheckpoint`.
 
     Raises:
-      CheckpointError: the model does not exist, or is damaged or incomplete. The message is one
-        line that says how to fix it.
+      CheckpointError: the model does not exist, cannot be read, or is damaged or incomplete. The
+        message is one line that says how to fix it.
+      ConfigError: the path is in the home folder of a user without one.
     """
-    path = _find(model)
-    # Local files have meaningful names. A downloaded folder has a revision hash as its name.
-    return _open(path, name=None if _is_local(model) else model, names_of=names_of)
+    try:
+        path = _find(model)
+        # Local files have meaningful names. A downloaded folder has a revision hash as its name.
+        return _open(path, name=None if _is_local(model) else model, names_of=names_of)
+    except OSError as error:
+        raise unreadable(model, error) from error
 
 
 def open_tokenizer(model: str) -> Tokenizer:
@@ -48,22 +53,26 @@ def open_tokenizer(model: str) -> Tokenizer:
       model: see `open_checkpoint`.
 
     Raises:
-      CheckpointError: the tokenizer does not exist or is damaged.
+      CheckpointError: the tokenizer does not exist, cannot be read or is damaged.
+      ConfigError: the path is in the home folder of a user without one.
     """
-    path = _find(model, only_tokenizer=True)
-    if path.is_dir() and (path / "tokenizer_config.json").exists():
-        return Tokenizer.from_folder(path)
-    return _open(path, name=None).tokenizer()
+    try:
+        path = _find(model, only_tokenizer=True)
+        if path.is_dir() and (path / "tokenizer_config.json").exists():
+            return Tokenizer.from_folder(path)
+        return _open(path, name=None).tokenizer()
+    except OSError as error:
+        raise unreadable(model, error) from error
 
 
 def _is_local(model: str) -> bool:
-    return model.startswith(PYTHON_PREFIX) or Path(model).expanduser().exists()
+    return model.startswith(PYTHON_PREFIX) or expand_home(model).exists()
 
 
 def _find(model: str, *, only_tokenizer: bool = False) -> Path:
     if model.startswith(PYTHON_PREFIX):
         return find_in_package(model.removeprefix(PYTHON_PREFIX))
-    path = Path(model).expanduser()
+    path = expand_home(model)
     if path.exists():
         return path
     if not _HUB_ID.fullmatch(model):

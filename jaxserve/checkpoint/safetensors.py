@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.text.model_files import check_file
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
@@ -103,6 +104,7 @@ class SafetensorsFile:
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Returns the header of a file and the offset of its data."""
+    check_file(path)
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)

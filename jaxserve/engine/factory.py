@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,6 +41,7 @@ from jaxserve.sampling.declaration import Stage
 from jaxserve.sampling.registry import check_params, load_stages
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.constraint import GrammarCompiler
+from jaxserve.text.model_files import expand_home
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -69,9 +69,13 @@ def build(
     propose = None if name is None else proposer.load(name)
     # Both must be set up before jax is used.
     devices = engine_devices(config.parallel.tensor_parallel_size)
-    kept = keep_compiled_programs(config.compile.compilation_cache_dir)
+    kept = keep_compiled_programs(
+        config.compile.compilation_cache_dir, max_bytes=config.compile.compilation_cache_mib * MIB
+    )
     checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
     spec = read_spec(checkpoint.config)
+    # Read now: a grammar must not depend on what happens to the files later.
+    tokenizer = _tokenizer(config, checkpoint)
     chosen = choose(config, checkpoint, spec, devices)
     _check_memory(config, spec, chosen)
     stages, stage_decisions = _stages(config, logits_processors, spec, has_drafts=bool(propose))
@@ -110,7 +114,7 @@ def build(
     if config.compile.warmup:
         with explained("running steps", SMALLER_STEPS), phase("compile", "programs") as compiling:
             runner.warm_up(compiling.update)
-    grammars = GrammarCompiler(functools.partial(_tokenizer, config, checkpoint), spec.vocab_size)
+    grammars = GrammarCompiler(tokenizer, spec.vocab_size)
     return assemble(
         config,
         engine,
@@ -191,7 +195,7 @@ def _load(
         return *convert(), []
     from jaxserve.checkpoint.orbax_cache import WeightsCache, entry_name  # slow to import
 
-    weights_cache = WeightsCache(Path(cache).expanduser())
+    weights_cache = WeightsCache(expand_home(cache))
     # An entry holds whole arrays, for any number of devices.
     name = entry_name(checkpoint, dataclasses.asdict(dataclasses.replace(layout, cut=())))
     graphdef, like = abstract_params(spec, layout, sharding=sharding)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from itertools import islice
 from typing import Any, TypeVar
@@ -78,3 +78,27 @@ async def bounded_as_completed(
         for task in running:
             task.cancel()
         await asyncio.gather(*running, *done, return_exceptions=True)
+
+
+async def for_each(
+    items: AsyncIterable[T], work: Callable[[T], Coroutine[Any, Any, None]], *, limit: int
+) -> None:
+    """Runs ``work`` on every item, with up to ``limit`` items in flight.
+
+    An item is requested only when its work can start. Raises the first error of ``work`` or
+    ``items``, and when it is cancelled, after all work in flight has been cancelled and has ended.
+    """
+    free = asyncio.Semaphore(limit)
+
+    async def run(item: T) -> None:
+        await work(item)
+        free.release()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            await free.acquire()
+            async for item in items:
+                group.create_task(run(item))
+                await free.acquire()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors

@@ -1,6 +1,7 @@
 """Answers a file of requests, or a few prompts, without a server.
 
     python -m jaxserve.offline -i requests.jsonl -o results.jsonl [--resume]
+    make_requests | python -m jaxserve.offline -i - -o - | use_results
     python -m jaxserve.offline --prompt "What is the capital of France?"
 
 The files have the batch format of the OpenAI API (see `batch_file`). An interrupted run keeps its
@@ -21,13 +22,13 @@ from jaxserve import cli
 from jaxserve.client.engine_client import EngineClient
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import ProgressLines
-from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.errors import JaxserveError
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.launch import FACTORY
-from jaxserve.offline.batch_file import ResultFile
 from jaxserve.offline.batch_run import run_batch
+from jaxserve.offline.open_files import check_different, open_requests, open_results
 from jaxserve.openai.prompts import render_prompt
 from jaxserve.openai.protocol import ChatRequest
 from jaxserve.sampling_params import SamplingParams
@@ -50,8 +51,8 @@ def main(argv: Sequence[str] | None = None, *, factory: str = FACTORY) -> int:
     args = parser.parse_args(argv)
     if (args.input is None) == (not args.prompt):
         parser.error("give either --input or --prompt")
-    if args.input is not None and args.output is None:
-        parser.error("--input needs --output")
+    if (args.input is None) != (args.output is None):
+        parser.error("--input needs --output, and --output needs --input")
     try:
         return asyncio.run(_until_interrupted(args, factory))
     except (JaxserveError, OSError) as error:
@@ -67,15 +68,31 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     batch = parser.add_argument_group("a file of requests")
-    batch.add_argument("-i", "--input", type=Path, metavar="FILE", help="requests, one per line")
-    batch.add_argument("-o", "--output", type=Path, metavar="FILE", help="results, one per line")
+    batch.add_argument(
+        "-i",
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="requests, one per line; a file, a pipe, or - for the standard input",
+    )
+    batch.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="results, one per line; a file, a pipe, or - for the standard output",
+    )
     existing = batch.add_mutually_exclusive_group()
     existing.add_argument(
         "--resume",
         action="store_true",
         help="keep the answers in the output and run the other requests",
     )
-    existing.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    existing.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an existing file of results, once the model is loaded",
+    )
     batch.add_argument(
         "--max-in-flight",
         type=_positive,
@@ -122,7 +139,7 @@ async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
                     await _print_answer(text_engine, prompt, args)
     except asyncio.CancelledError:
         print("interrupted", file=sys.stderr)
-        if args.output is not None:
+        if args.output is not None and args.output.is_file():
             print(f"finished results are in {args.output}; --resume continues", file=sys.stderr)
         return INTERRUPTED
     return 0
@@ -150,17 +167,16 @@ async def _open(config: EngineConfig, factory: str) -> AsyncGenerator[TextEngine
 
 
 async def _answer_file(args: argparse.Namespace, config: EngineConfig, factory: str) -> None:
-    if not args.input.is_file():
-        raise ConfigError(f"there is no file {args.input}")
-    if args.resume:
-        results = ResultFile.resume(args.output)
-    else:
-        results = ResultFile.create(args.output, overwrite=args.overwrite)
+    requests = open_requests(args.input)
+    check_different(args.input, args.output)
+    results = open_results(args.output, resume=args.resume, overwrite=args.overwrite)
+
+    def limit(text_engine: TextEngine) -> int:
+        num_rows = text_engine.model.ready.max_num_seqs * config.parallel.data_parallel_size
+        return args.max_in_flight or 2 * num_rows
+
     try:
-        async with _open(config, factory) as text_engine:
-            num_rows = text_engine.model.ready.max_num_seqs * config.parallel.data_parallel_size
-            limit = args.max_in_flight or 2 * num_rows
-            await run_batch(text_engine, args.input, results, limit=limit)
+        await run_batch(lambda: _open(config, factory), requests, results, limit=limit)
     finally:
         results.close()
 

@@ -6,24 +6,17 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tqdm import tqdm
 
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
-from jaxserve.front.concurrency import bounded_as_completed
+from jaxserve.front.concurrency import for_each
 from jaxserve.front.text_engine import TextEngine
-from jaxserve.offline.batch_file import (
-    OK,
-    BadLine,
-    BatchRequest,
-    BatchResult,
-    ResultFile,
-    read_requests,
-)
+from jaxserve.offline.batch_file import OK, BadLine, BatchRequest, BatchResult, read_requests
+from jaxserve.offline.open_files import Requests, Results
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.endpoints import ENDPOINTS
 from jaxserve.openai.protocol import GenerationRequest
@@ -57,6 +50,11 @@ class Totals:
         self.prompt_tokens += result.response.body.usage.prompt_tokens
         self.output_tokens += result.response.body.usage.completion_tokens
 
+    @property
+    def num_done(self) -> int:
+        """The number of requests that have a result."""
+        return self.num_kept + self.num_answered + self.num_errors
+
     def describe(self) -> str:
         """Returns the counts as one line of text."""
         seconds = max(time.monotonic() - self.began_s, 1e-3)
@@ -69,48 +67,109 @@ class Totals:
 
 
 async def run_batch(
-    text_engine: TextEngine, requests: Path, results: ResultFile, *, limit: int
+    open_engine: Callable[[], AbstractAsyncContextManager[TextEngine]],
+    requests: Requests,
+    results: Results,
+    *,
+    limit: Callable[[TextEngine], int],
 ) -> Totals:
-    """Answers every request that has no answer yet, with up to ``limit`` in flight.
+    """Answers every request that has no answer yet.
 
     For a request that cannot be served, the output has an error, and the run continues. Each result
     is written as soon as it exists, so an early end loses none.
 
+    Args:
+      open_engine: loads the model. Called for the first request without an answer, so a run with
+        nothing to do loads no model.
+      requests: the input.
+      results: the output. It is unchanged until the model is loaded.
+      limit: returns the most requests in flight on an engine.
+
     Raises:
       EngineDeadError: the engine is dead; the requests in flight have no result.
+      OSError: the input cannot be read, or the output cannot be written.
     """
     totals = Totals()
+    bad_lines: list[BadLine] = []
+    async with (
+        aclosing(requests.lines()) as lines,
+        aclosing(read_requests(lines)) as read,
+        aclosing(_unanswered(read, results, totals)) as todo,
+    ):
+        async for request in todo:
+            if isinstance(request, BadLine):
+                bad_lines.append(request)
+                continue
+            async with open_engine() as text_engine:
+                results.begin()
+                totals.began_s = time.monotonic()
+                num_requests = await asyncio.to_thread(requests.count)
+                async with aclosing(_chain([*bad_lines, request], todo)) as rest:
+                    await _answer_all(
+                        text_engine, rest, results, totals, num_requests, limit(text_engine)
+                    )
+            return totals
+    results.begin()
+    for line in bad_lines:
+        _write(BatchResult.of_bad_line(line.custom_id, line.reason), results, totals)
+    await results.flush()
+    print(totals.describe(), file=sys.stderr)
+    return totals
 
-    def rest() -> Iterator[BatchRequest | BadLine]:
-        for request in read_requests(requests):
-            if isinstance(request, BatchRequest) and request.custom_id in results.answered:
-                totals.num_kept += 1
-                bar.update()
-            else:
-                yield request
+
+async def _unanswered(
+    requests: AsyncIterator[BatchRequest | BadLine], results: Results, totals: Totals
+) -> AsyncGenerator[BatchRequest | BadLine, None]:
+    async for request in requests:
+        if isinstance(request, BatchRequest) and request.custom_id in results.answered:
+            totals.num_kept += 1
+        else:
+            yield request
+
+
+async def _chain(
+    first: Sequence[BatchRequest | BadLine], rest: AsyncIterator[BatchRequest | BadLine]
+) -> AsyncGenerator[BatchRequest | BadLine, None]:
+    for request in first:
+        yield request
+    async for request in rest:
+        yield request
+
+
+async def _answer_all(
+    text_engine: TextEngine,
+    requests: AsyncIterator[BatchRequest | BadLine],
+    results: Results,
+    totals: Totals,
+    num_requests: int | None,
+    limit: int,
+) -> None:
+    """Answers requests, with up to ``limit`` in flight, and shows the progress."""
 
     async def work(request: BatchRequest | BadLine) -> None:
         result = await answer(text_engine, request)
         # Written in the task itself: once a result exists, cancelling the run cannot lose it.
-        results.write(result)
-        totals.add(result)
-        bar.update()
+        _write(result, results, totals)
+        bar.update(totals.num_done - bar.n)
         rate = totals.output_tokens / max(time.monotonic() - totals.began_s, 1e-3)
         bar.set_postfix_str(f"{rate:.0f} tokens/s, {totals.num_errors} errors", refresh=False)
+        # A reader of the results that is slow holds new requests back.
+        await results.flush()
 
     with_bar = sys.stderr.isatty()
-    num_requests = await asyncio.to_thread(_count, requests)
     with tqdm(total=num_requests, unit="request", disable=not with_bar) as bar:
         reporter = asyncio.create_task(_report(totals, num_requests, silent=with_bar))
         try:
-            async with aclosing(bounded_as_completed(rest(), work, limit=limit)) as finished:
-                async for _ in finished:
-                    pass
+            await for_each(requests, work, limit=limit)
         finally:
             reporter.cancel()
             bar.close()
             print(totals.describe(), file=sys.stderr)
-    return totals
+
+
+def _write(result: BatchResult, results: Results, totals: Totals) -> None:
+    results.write(result)
+    totals.add(result)
 
 
 async def answer(text_engine: TextEngine, request: BatchRequest | BadLine) -> BatchResult:
@@ -145,12 +204,8 @@ async def answer(text_engine: TextEngine, request: BatchRequest | BadLine) -> Ba
     return BatchResult.of_body(request.custom_id, reply)
 
 
-async def _report(totals: Totals, num_requests: int, *, silent: bool) -> None:
+async def _report(totals: Totals, num_requests: int | None, *, silent: bool) -> None:
+    of_all = "" if num_requests is None else f"of {num_requests}: "
     while not silent:
         await asyncio.sleep(REPORT_INTERVAL_S)
-        print(f"of {num_requests}: {totals.describe()}", file=sys.stderr, flush=True)
-
-
-def _count(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+        print(f"{of_all}{totals.describe()}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -18,8 +18,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output.grammar import MAX_SPACES, first_error, is_json, make_matcher
-from jaxserve.structured_output.vocabulary import Vocabulary
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.structured_output.vocabulary import TokenSource, Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +45,12 @@ class GrammarCompiler:
     """Makes the constraints of requests in its own threads.
 
     Args:
-      load_tokenizer: loads the tokenizer of the model; called once, for the first grammar.
+      tokenizer: the tokenizer of the model. Its tokens are read for the first grammar.
       vocab_size: width of the logits.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
-        self._load_tokenizer = load_tokenizer
+    def __init__(self, tokenizer: TokenSource, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
@@ -71,7 +70,7 @@ class GrammarCompiler:
         assert grammar is not None
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self._load_tokenizer(), self._vocab_size)
+                self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
             matcher = self._compiled.get(grammar)
             if matcher is not None:
                 self._compiled.move_to_end(grammar)

@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import CheckpointError, InvalidRequestError
+from jaxserve.text.model_files import check_file, read_text
 from jaxserve.text.token_bytes import byte_rule
 
 MAX_IDS = 2**32
@@ -94,6 +95,7 @@ class Tokenizer:
         """
         config = _read_json(folder / "tokenizer_config.json")
         if (folder / "tokenizer.json").exists():
+            check_file(folder / "tokenizer.json")
             try:
                 backend = Backend.from_file(str(folder / "tokenizer.json"))
             except Exception as error:  # the package raises plain Exception
@@ -225,11 +227,15 @@ def _convert_with_transformers(folder: Path) -> Backend:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; empty if there is no such file."""
+    """Returns the JSON object in a file; empty if there is no such file.
+
+    Raises:
+      CheckpointError: the file cannot be read, or holds something else.
+    """
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a JSON object: {error!s:.200}") from error
     if not isinstance(content, dict):
@@ -248,7 +254,7 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
+            return read_text(path)
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path} is not UTF-8: {error}") from error
     template = config.get("chat_template") or _read_json(folder / "chat_template.json").get(

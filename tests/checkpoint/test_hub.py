@@ -101,3 +101,51 @@ def test_a_download_that_breaks_off_is_an_error(fake: Hub) -> None:
     fake.download = ConnectionError("reset")
     with pytest.raises(CheckpointError, match="stopped: ConnectionError: reset"):
         hub.download("a/b")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(13, "Permission denied"),
+        OSError(30, "Read-only file system"),
+        OSError(28, "No space left on device"),
+    ],
+)
+def test_a_folder_that_takes_no_download_is_named(fake: Hub, monkeypatch, error: OSError) -> None:
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", "/home/me/hub")
+    fake.listing = ["model.safetensors"]
+    fake.download = error
+    with pytest.raises(CheckpointError) as caught:
+        hub.download("a/b")
+    assert str(caught.value) == (
+        f"cannot download a/b to /home/me/hub: {error.strerror}; set HF_HOME to a folder with "
+        "space that can be written to"
+    )
+
+
+def test_an_unreadable_cache_is_an_error(fake: Hub, monkeypatch) -> None:
+    fake.listing = TimeoutError("timed out")
+
+    def snapshot_download(model: str, **options) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match="cannot read the downloaded files of a/b: Perm"):
+        hub.download("a/b")
+
+
+def test_without_a_home_folder_nothing_is_downloaded(fake: Hub, monkeypatch) -> None:
+    """PUB-02: a random user ID has neither HOME nor an entry in passwd."""
+
+    def no_entry(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    with pytest.raises(CheckpointError, match="no home folder to download it to: set HF_HOME"):
+        hub.download("a/b")
+    assert not fake.calls
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", "/hub")
+    fake.listing = ["model.safetensors"]
+    assert hub.download("a/b") == Path("/downloaded")

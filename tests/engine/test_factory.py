@@ -1,7 +1,9 @@
 """Building an engine: decisions, warm-up, caches, and settings that are rejected."""
 
 import dataclasses
+import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxserve.checkpoint.locate import open_tokenizer
 from jaxserve.config import (
     CacheConfig,
     CompileConfig,
@@ -23,7 +26,7 @@ from jaxserve.engine.factory import build
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Progress, Submit
 from jaxserve.sampling.declaration import Parameter, Stage
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
@@ -72,7 +75,7 @@ def generate(built: BuiltEngine, prompts: list[list[int]]) -> list[list[int]]:
 
 def cached_programs(folder: Path) -> set[str]:
     """Returns the names of the files of compiled steps and samplers in a folder."""
-    return {path.name for path in folder.glob("jit_*step-*-cache")}
+    return {path.name for path in folder.glob("jit_*step-*.program")}
 
 
 PROMPTS = [[5, 6, 7], list(range(40)), [300]]
@@ -110,6 +113,46 @@ def test_builds_an_engine_as_configured_and_the_next_start_compiles_nothing(conf
     again = build(config, 0, reports.append)
     assert cached_programs(folder) == programs
     assert generate(again, PROMPTS) == tokens
+
+
+def swap_letters(path: Path) -> None:
+    """Swaps lower-case and upper-case letters in a tokenizer, without a change of its size."""
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    for letter in "abcdef":
+        other = letter.upper()
+        vocab[letter], vocab[other] = vocab[other], vocab[letter]
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+@pytest.mark.parametrize("change", ["overwrite", "remove"])
+def test_changed_files_of_the_model_change_nothing(config, tmp_path, loop, change):
+    """Weights and tokenizer are those of the start, even for the first grammar."""
+    folder = shutil.copytree(config.model.model, tmp_path / "tiny")
+    model = dataclasses.replace(config.model, model=str(folder))
+    program = CompileConfig(layer_loop=loop, warmup=False, compilation_cache_dir="")
+    built = build(dataclasses.replace(config, model=model, compile=program), 0, lambda _: None)
+    tokens = generate(built, PROMPTS)
+    tokenizer = open_tokenizer(str(folder))
+    if change == "overwrite":
+        swap_letters(folder / "tokenizer.json")
+        for path in folder.glob("*.safetensors"):
+            size = path.stat().st_size
+            with path.open("r+b") as file:
+                file.seek(size // 4)
+                file.write(bytes([60]) * (size - size // 4))
+    else:
+        shutil.rmtree(folder)
+    assert generate(built, PROMPTS) == tokens
+    grammar = Grammar("regex", "[a-f]{3,9}")
+    params = SamplingParams(temperature=0, max_tokens=20, seed=0, grammar=grammar)
+    built.core.add(Submit("x", tokenizer.encode("abc"), params, tokenizer.eos_token_id))
+    ids: list[int] = []
+    while built.core.has_work:
+        for output in built.core.step(time.monotonic()):
+            ids += output.token_ids
+    assert re.fullmatch("[a-f]{3,9}", tokenizer.decode(ids))
 
 
 def test_layer_loop_and_async_scheduling_do_not_change_the_tokens(config):

@@ -1,11 +1,12 @@
-"""Bounded work: results as they complete, items read late, the rest cancelled on error or close."""
+"""Bounded work: items read late, results as they complete, all cancelled on error or close."""
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
 
 import pytest
 
-from jaxserve.front.concurrency import bounded_as_completed
+from jaxserve.front.concurrency import bounded_as_completed, for_each
 
 
 async def test_results_arrive_as_they_complete() -> None:
@@ -91,3 +92,82 @@ async def test_closing_waits_for_cancelled_work() -> None:
     assert await anext(results) == 0
     await results.aclose()
     assert sorted(ended) == [1, 2]
+
+
+async def numbers(end: int, started: list[int] | None = None) -> AsyncIterator[int]:
+    for i in range(end):
+        if started is not None:
+            started.append(i)
+        yield i
+
+
+async def test_for_each_limits_the_work_in_flight_and_requests_items_late() -> None:
+    requested: list[int] = []
+    running: set[int] = set()
+    done: list[int] = []
+
+    async def work(i: int) -> None:
+        running.add(i)
+        assert len(running) <= 7
+        assert len(requested) <= len(done) + 7
+        await asyncio.sleep(0)
+        running.remove(i)
+        done.append(i)
+
+    await for_each(numbers(100, requested), work, limit=7)
+    assert sorted(done) == list(range(100))
+
+
+@pytest.mark.parametrize("limit", [1, 4, 100])
+async def test_an_error_of_for_each_cancels_the_others_and_is_raised(limit: int) -> None:
+    """With room for more work, the next item is being waited for when the error is raised."""
+    started, ended = [], []
+
+    async def endless() -> AsyncIterator[int]:
+        for i in range(4):
+            yield i
+        await asyncio.Event().wait()
+
+    async def work(i: int) -> None:
+        started.append(i)
+        try:
+            if i == min(3, limit - 1):
+                raise ValueError("three")
+            await asyncio.Event().wait()
+        finally:
+            ended.append(i)
+
+    with pytest.raises(ValueError, match="three"):
+        await for_each(endless(), work, limit=limit)
+    assert sorted(started) == sorted(ended) == list(range(min(4, limit)))
+
+
+async def test_an_error_of_the_items_of_for_each_is_raised() -> None:
+    async def failing() -> AsyncIterator[int]:
+        yield 0
+        raise OSError("gone")
+
+    async def work(i: int) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(OSError, match="gone"):
+        await for_each(failing(), work, limit=2)
+
+
+async def test_cancelling_for_each_waits_for_cancelled_work() -> None:
+    ended = []
+
+    async def work(i: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(i)
+
+    running = asyncio.create_task(for_each(numbers(9), work, limit=3))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert sorted(ended) == [0, 1, 2]

@@ -1,6 +1,8 @@
 """Runs of a batch of requests on a scripted engine."""
 
 import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,9 @@ from jaxserve.errors import EngineDeadError
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
-from jaxserve.offline.batch_file import ResultFile
 from jaxserve.offline.batch_run import run_batch
+from jaxserve.offline.open_files import RequestFile
+from jaxserve.offline.result_file import ResultFile
 from jaxserve.testing.scripted_engine import ScriptedEngine
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
@@ -32,15 +35,24 @@ class Batch:
     def __init__(self, folder: Path) -> None:
         self.input = folder / "in.jsonl"
         self.output = folder / "out.jsonl"
+        self.num_loads = 0
 
     def write(self, *requests: dict | str) -> None:
         lines = [r if isinstance(r, str) else json.dumps(r) for r in requests]
         self.input.write_text("\n".join(lines) + "\n")
 
     async def run(self, text_engine: TextEngine, *, limit: int = 4) -> str:
-        results = ResultFile.resume(self.output)
+        results = ResultFile(self.output, resume=True)
+
+        @asynccontextmanager
+        async def open_engine() -> AsyncGenerator[TextEngine, None]:
+            self.num_loads += 1
+            yield text_engine
+
         try:
-            return (await run_batch(text_engine, self.input, results, limit=limit)).describe()
+            requests = RequestFile(self.input)
+            totals = await run_batch(open_engine, requests, results, limit=lambda _: limit)
+            return totals.describe()
         finally:
             results.close()
 
@@ -208,8 +220,39 @@ async def test_resume_retries_failed_requests(batch: Batch) -> None:
     }
 
 
+async def test_a_run_with_nothing_to_do_loads_no_model(batch: Batch) -> None:
+    text_engine, engine = make_text_engine()
+    batch.write(completion("a"), completion("b"))
+    await batch.run(text_engine)
+    before = batch.output.read_bytes()
+    assert (batch.num_loads, len(engine.submitted)) == (1, 2)
+    assert (await batch.run(text_engine)).startswith("0 answered and 2 kept from before, 0 errors")
+    batch.write(completion("b"))
+    assert (await batch.run(text_engine)).startswith("0 answered and 1 kept from before, 0 errors")
+    assert batch.output.read_bytes() == before
+    batch.write(completion("b"), "not json", completion("a"), "[]")
+    assert "2 kept from before, 2 errors" in await batch.run(text_engine)
+    assert (batch.num_loads, len(engine.submitted)) == (1, 2)
+    whole, lines = batch.output.read_bytes(), batch.output.read_text().splitlines()
+    assert whole.startswith(before)
+    reasons = [json.loads(line)["error"]["message"] for line in lines[2:]]
+    assert [reason.partition(":")[0] for reason in reasons] == [
+        "line 2 of the input",
+        "line 4 of the input",
+    ]
+
+
+async def test_bad_lines_before_the_first_request_are_kept_in_order(batch: Batch) -> None:
+    batch.write("not json", completion("a"), "null", completion("b"))
+    summary = await batch.run(make_text_engine()[0], limit=1)
+    assert summary.startswith("2 answered, 2 errors")
+    lines = map(json.loads, batch.output.read_text().splitlines())
+    assert [line["custom_id"] for line in lines] == [None, "a", None, "b"]
+
+
 async def test_an_empty_input_gives_an_empty_output(batch: Batch) -> None:
     batch.input.write_text("")
     summary = await batch.run(make_text_engine()[0])
     assert summary.startswith("0 answered, 0 errors")
     assert batch.output.read_text() == ""
+    assert batch.num_loads == 0

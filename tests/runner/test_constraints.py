@@ -123,7 +123,7 @@ def test_constrained_requests_do_not_change_the_tokens_of_others(runner, variant
 def test_a_random_model_writes_valid_json(runner, depth):
     """Bias, bad words, penalties and min_tokens all work against the grammar."""
     tokenizer = tiny_tokenizer()
-    compiler = GrammarCompiler(lambda: tokenizer, VOCAB)
+    compiler = GrammarCompiler(tokenizer, VOCAB)
     schema = {
         "type": "object",
         "properties": {"a": {"enum": ["é🔥", "x"]}, "b": {"type": "boolean"}},

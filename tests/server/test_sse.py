@@ -1,14 +1,17 @@
-"""A client that disconnects ends its requests at once."""
+"""A client that disconnects ends its requests at once; events are single lines."""
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 import pytest
 
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.waiting import until
 from server.app import create_app
+from server.sse import FRAMINGS, EventStream
 from server.state import ServerState
 
 Message = dict[str, Any]
@@ -98,3 +101,35 @@ async def test_cancelling_the_application_aborts_the_request() -> None:
     await asyncio.gather(serving, return_exceptions=True)
     assert len(text_engine.engine.aborted) == 1
     assert text_engine.num_in_flight == 0
+
+
+class Piece(msgspec.Struct):
+    """A chunk with any text."""
+
+    text: str
+
+
+@pytest.mark.parametrize("framing", ["plain", "named"])
+@pytest.mark.parametrize("repeats", [1, 100_000])
+async def test_no_event_has_a_line_break_in_its_text(framing: str, repeats: int) -> None:
+    """JS-015, for small and large events."""
+    text = "A\u2028B\x85C\u2029D\x0bE\x1cF\r\nG“\xa0é" * repeats
+    sent: list[Message] = []
+
+    async def chunks() -> AsyncGenerator[Piece, None]:
+        yield Piece(text)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    rest = chunks()
+    stream = EventStream(await anext(rest), rest, FRAMINGS[framing])
+    await stream({"type": "http"}, receive, send)
+    body = b"".join(message.get("body", b"") for message in sent).decode()
+    lines = [line for line in body.splitlines() if line.startswith("data: {")]
+    assert body.splitlines() == body.split("\n")[:-1]
+    assert [json.loads(line.removeprefix("data: ")) for line in lines] == [{"text": text}]

@@ -15,6 +15,7 @@ from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output import constraint as grammars
 from jaxserve.structured_output.constraint import MAX_EXTRA_TIME_S, TOKEN_TIME_S, GrammarCompiler
+from jaxserve.structured_output.vocabulary import Vocabulary
 from jaxserve.structured_output.worker import GrammarWorker
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
@@ -26,7 +27,7 @@ VOCAB = 330
 
 @pytest.fixture(scope="module")
 def compiler():
-    return GrammarCompiler(lambda: TOKENIZER, VOCAB)
+    return GrammarCompiler(TOKENIZER, VOCAB)
 
 
 @pytest.fixture
@@ -237,7 +238,7 @@ def checked_and_compiled(smollm2):
     """Returns a function that tries to check and compile a grammar with a real vocabulary."""
     tokenizer = open_checkpoint(str(smollm2)).tokenizer()
     worker = GrammarWorker(tokenizer, tokenizer.vocab_size)
-    compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
 
     def succeeds(work):
         try:
@@ -278,19 +279,20 @@ def test_a_grammar_compiles_exactly_if_its_check_passes(checked_and_compiled, gr
     assert checked_and_compiled(grammar) == (expected, expected)
 
 
-def test_the_tokenizer_is_loaded_once_and_only_when_needed():
+def test_the_tokens_are_read_once_and_only_when_needed(monkeypatch):
     calls = []
 
-    def load():
-        calls.append(1)
-        return TOKENIZER
+    def vocabulary(*args):
+        calls.append(args)
+        return Vocabulary(*args)
 
-    compiler = GrammarCompiler(load, VOCAB)
+    monkeypatch.setattr(grammars, "Vocabulary", vocabulary)
+    compiler = GrammarCompiler(TOKENIZER, VOCAB)
     assert not calls
     params = SamplingParams(seed=0, grammar=Grammar("regex", "a+"))
     futures = [compiler.start(Submit(str(i), [1], params)) for i in range(20)]
     constraints = [future.result() for future in futures]
-    assert calls == [1]
+    assert calls == [(TOKENIZER, VOCAB)]
     assert len({id(c) for c in constraints}) == 20
     # Each constraint has its own state, although the grammar was compiled once.
     (a,) = TOKENIZER.encode("a")

@@ -62,7 +62,7 @@ class Walk:
         grammar = Grammar(kind, json.dumps(SCHEMA) if spec is None else spec, tag)
         params = SamplingParams(seed=0, grammar=grammar)
         submit = Submit("a", [1], params, eos_token_id=tokenizer.eos_token_id)
-        compiler = GrammarCompiler(lambda: tokenizer, VOCAB)
+        compiler = GrammarCompiler(tokenizer, VOCAB)
         self.constraint = compiler.start(submit).result()
         self.tokenizer = tokenizer
 

@@ -20,13 +20,17 @@ logger = logging.getLogger(__name__)
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     """Returns the config with these settings, each in its group.
 
+    Those of the group ``recovery`` are unknown: they are about engines in other processes.
+
     Raises:
       ConfigError: a setting is unknown; the message lists them all.
     """
     rest = dict(settings)
     groups = {}
     known: list[str] = []
-    for name, group in typing.get_type_hints(EngineConfig).items():
+    groups_of = typing.get_type_hints(EngineConfig)
+    del groups_of["recovery"]
+    for name, group in groups_of.items():
         fields = [field.name for field in dataclasses.fields(group)]
         known += fields
         groups[name] = group(**{field: rest.pop(field) for field in fields if field in rest})

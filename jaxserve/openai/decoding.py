@@ -43,8 +43,9 @@ def decode(body: bytes | bytearray, body_type: type[T]) -> T:
         elif b"\0" in body[:4] or body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             reason = "it is in UTF-16 or UTF-32, but must be in UTF-8"
         elif "surrogate" in reason or (
-            # The decoder expects the other half where the body ends.
-            "truncated" in reason and _HALF_CHARACTER.search(body[-3 * _ESCAPE_BYTES :])
+            # The body ends where the decoder expects the other half.
+            "truncated" in reason
+            and _HALF_CHARACTER.search(body, max(len(body) - 2 * _ESCAPE_BYTES, 0))
         ):
             reason = "a string has half of a surrogate pair, such as \\ud83d alone"
         elif "truncated" in reason:
@@ -52,6 +53,11 @@ def decode(body: bytes | bytearray, body_type: type[T]) -> T:
         raise InvalidRequestError(f"the body is not valid JSON: {reason}") from error
     except RecursionError as error:
         raise InvalidRequestError("the body is nested too deeply") from error
+
+
+def _ends_in_half_character(body: bytes | bytearray) -> bool:
+    """Returns whether a body ends where the decoder expects the other half of a pair."""
+    return bool(_HALF_CHARACTER.search(body, max(len(body) - 2 * _ESCAPE_BYTES, 0)))
 
 
 def wrong_type(

@@ -7,9 +7,9 @@ Python object for each value, and 8 MiB of it would take most of a second.
 
 from __future__ import annotations
 
-OBJECT_BYTES = 8
-"""What a string, an array or an object costs to create, in bytes of digits: each of its quotes, or
-its opening bracket, counts this much more than one byte."""
+COMMA_BYTES, QUOTE_BYTES, BRACKET_BYTES = 3, 12, 24
+"""What a comma, a quote, and ``[`` or ``{`` count in addition to their byte. An object in memory, a
+string, and a list or dict take as long to create as so many digits to convert."""
 
 MAX_DIGITS = 128
 """Most digits in a row. The decoder converts integers of any length, in quadratic time."""
@@ -25,8 +25,9 @@ class JsonStructure:
     decoder does not read it.
 
     Attributes:
-      size: bytes outside of strings and white space, plus `OBJECT_BYTES` for each quote, ``[`` and
-        ``{``, plus a byte for each backslash.
+      size: bytes outside of strings and white space, quotes included, plus `COMMA_BYTES` for each
+        comma there, `QUOTE_BYTES` for each quote, `BRACKET_BYTES` for each ``[`` and ``{``, and a
+        byte for each backslash.
       has_long_number: there are more than `MAX_DIGITS` digits in a row. Between two pieces, up to
         twice as many can stay unnoticed.
     """
@@ -51,6 +52,7 @@ class JsonStructure:
         # Every other part is outside of strings.
         outside = b"".join(parts[self._in_string :: 2]).translate(_DIGITS_TO_ZERO, _WHITE_SPACE)
         self._in_string ^= bool(num_quotes % 2)
-        num_objects = num_quotes + outside.count(b"[") + outside.count(b"{")
-        self.size += len(outside) + num_quotes + OBJECT_BYTES * num_objects
+        num_brackets = outside.count(b"[") + outside.count(b"{")
+        self.size += len(outside) + COMMA_BYTES * outside.count(b",")
+        self.size += (1 + QUOTE_BYTES) * num_quotes + BRACKET_BYTES * num_brackets
         self.has_long_number |= b"0" * (MAX_DIGITS + 1) in outside

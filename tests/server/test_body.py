@@ -49,7 +49,7 @@ async def test_invalid_bodies_get_an_error_even_with_stream(
         assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b'{"model":"\xff"}', b"[" * 100_000, b'{"model":NaN}'])
+@pytest.mark.parametrize("body", [b"", b"{", b'{"model":"\xff"}', b"[" * 50_000, b'{"model":NaN}'])
 async def test_rejects_bodies_that_are_not_json(make_client, check_error, body) -> None:
     async with make_client() as client:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):

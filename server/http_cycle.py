@@ -1,4 +1,4 @@
-"""What the request cycles of uvicorn write to: chunks, and bodies that end with the connection."""
+"""The output of uvicorn's request cycles: chunks, and bodies that end with the connection."""
 
 from __future__ import annotations
 

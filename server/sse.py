@@ -40,7 +40,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How a value is written as an event, and the bytes that end a stream.
+    """The form of events, and the bytes that end a stream.
 
     Attributes:
       event: returns the whole event.

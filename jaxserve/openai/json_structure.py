@@ -1,4 +1,4 @@
-"""Counts what makes a JSON text slow to decode, while it is received.
+"""Counts the parts of a JSON text that are slow to decode, while it is received.
 
 The decoder holds the interpreter for its whole call, so the work of one call must be limited. Text
 inside strings is copied and costs about 1 ns a byte. Structure is everything else: it becomes one
@@ -8,8 +8,8 @@ Python object for each value, and 8 MiB of it would take most of a second.
 from __future__ import annotations
 
 COMMA_BYTES, QUOTE_BYTES, BRACKET_BYTES = 3, 12, 24
-"""What a comma, a quote, and ``[`` or ``{`` count in addition to their byte. An object in memory, a
-string, and a list or dict take as long to create as so many digits to convert."""
+"""The weights of a comma, a quote, and ``[`` or ``{``, in addition to their byte. An object in memory,
+a string, and a list or dict take as long to create as so many digits to convert."""
 
 MAX_DIGITS = 128
 """Most digits in a row. The decoder converts integers of any length, in quadratic time."""

@@ -56,7 +56,7 @@ async def test_every_layer_works_in_a_plain_host(http, place) -> None:
         assert (await client.get(f"{prefix}/health")).status_code == 200
         assert (await client.get(f"{prefix}/health/")).status_code == 200
         assert (await client.get(f"{prefix}/v1/models/")).status_code == 401
-        client.headers["authorization"] = "Bearer clé".encode()  # type: ignore[assignment]
+        client.headers["authorization"] = "Bearer clé"  # sent as UTF-8
         path = f"{prefix}/v1/completions"
         for slash in ("", "/"):
             reply = await client.post(path + slash, json=PROMPT)
@@ -67,6 +67,7 @@ async def test_every_layer_works_in_a_plain_host(http, place) -> None:
         content = gzip.compress(json.dumps(PROMPT).encode())
         reply = await client.post(path, content=content, headers=headers)
         assert reply.json()["choices"][0]["text"] == "hello world"
-        reply = await client.post(path, json=PROMPT | {"user": "x" * 2**20})
-        assert reply.status_code == 413
+        reply = await client.post(path, content=content[:-1], headers=headers)
+        assert reply.status_code == 400
+        assert "gzip" in reply.json()["error"]["message"]
         assert (await client.post(f"{prefix}/v1//completions", json=PROMPT)).status_code == 404

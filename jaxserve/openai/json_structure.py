@@ -8,8 +8,8 @@ Python object for each value, and 8 MiB of it would take most of a second.
 from __future__ import annotations
 
 COMMA_BYTES, QUOTE_BYTES, BRACKET_BYTES = 3, 12, 24
-"""The weights of a comma, a quote, and ``[`` or ``{``, in addition to their byte. An object in memory,
-a string, and a list or dict take as long to create as so many digits to convert."""
+"""The weights of a comma, a quote, and ``[`` or ``{``, in addition to their byte. An object in
+memory, a string, and a list or dict take as long to create as so many digits to convert."""
 
 MAX_DIGITS = 128
 """Most digits in a row. The decoder converts integers of any length, in quadratic time."""

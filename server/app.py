@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from jaxserve.config import MIB
 from server.body_memory import BodyMemory
 from server.errors import HANDLERS, CatchUnexpected
-from server.middleware import ApiKey, ForeignPages, PlainPath, RequestId
+from server.middleware import ApiKey, ForeignPages, LastSlash, RequestId, RootPath
 from server.routes import openai, openapi, service, tokenize
 from server.settings import ApiSettings
 from server.state import ServerState
@@ -32,7 +32,9 @@ def create_app(
         without ``allowed_hosts``, unless API keys are set.
     """
     settings = settings or ApiSettings()
-    middleware = [Middleware(RequestId), Middleware(PlainPath, root_path=settings.root_path)]
+    middleware = [Middleware(RequestId)]
+    if settings.root_path:
+        middleware.append(Middleware(RootPath, root_path=settings.root_path))
     if settings.allowed_origins:
         middleware.append(
             Middleware(
@@ -57,6 +59,8 @@ def create_app(
         )
     if has_keys:
         middleware.append(Middleware(ApiKey, keys=settings.api_key))
+    # After the checks, which are thus made on the path as it was sent.
+    middleware.append(Middleware(LastSlash))
     middleware.append(Middleware(CatchUnexpected))
     app = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
     app.router.redirect_slashes = False

@@ -55,15 +55,8 @@ class RequestId:
         await self._app(scope, receive, send_with_id)
 
 
-class PlainPath:
-    """Serves a path with a slash at its end as the path without it.
-
-    A redirect would lose the body, and name a host and scheme that may be those behind a proxy.
-
-    Args:
-      root_path: the path prefix that a proxy added, which is removed; "" for none. Paths without
-        the prefix are served too.
-    """
+class RootPath:
+    """Strips the path prefix that a proxy added. Paths without the prefix stay unchanged."""
 
     def __init__(self, app: ASGIApp, *, root_path: str) -> None:
         self._app = app
@@ -71,12 +64,24 @@ class PlainPath:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if self._root_path and path.startswith(self._root_path + "/"):
-            path = path[len(self._root_path) :]
+        if path.startswith(self._root_path + "/"):
+            scope = {**scope, "path": path[len(self._root_path) :]}
+        await self._app(scope, receive, send)
+
+
+class LastSlash:
+    """Serves a path with a slash at its end as the path without it.
+
+    A redirect would lose the body, and name a host and a scheme that exist only behind a proxy.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
         if path.endswith("/") and not path.endswith("//") and path != "/":
-            path = path[:-1]
-        if path != scope["path"]:
-            scope = {**scope, "path": path}
+            scope = {**scope, "path": path[:-1]}
         await self._app(scope, receive, send)
 
 

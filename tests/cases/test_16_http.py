@@ -169,6 +169,7 @@ def test_no_path_is_answered_with_a_redirect(server, prefixed) -> None:
     (model,) = server.http.get("/v1/models").json()["data"]
     assert server.http.get(f"/v1/models/{model['id']}/").json()["id"] == model["id"]
     assert server.http.post("/v1/tokenize/", json={"prompt": "A"}).status_code == 200
+    assert prefixed.http.get("/health/").status_code == 401, "only /health itself is open"
     for path in ("/nothing/", "/v1/", "/llm/", "/v1/completions//", "/health//"):
         for method in ("GET", "POST"):
             reply = server.http.request(method, path)

@@ -46,8 +46,7 @@ async def test_every_path_with_every_method_needs_the_key(method, root_path) -> 
         for path in [*PATHS, *OTHER_PATHS, *(root_path + path for path in PATHS)]:
             for form in (path, path + "/", path + "//", "/" + path):
                 reply = await client.request(method, "http://test" + form)
-                # A slash at the end is as good as none; two are not.
-                is_open = form.removeprefix(root_path).removesuffix("/") in OPEN_PATHS
+                is_open = form.removeprefix(root_path) in OPEN_PATHS
                 assert (reply.status_code == 401) != is_open, (form, reply.status_code)
     assert {route.path for route in ROUTES} >= OPEN_PATHS, "no open path was tried"
 
@@ -80,12 +79,13 @@ TARGETS = [
     *(
         "//health",
         "///live",
+        "/health/",
         "/health//",
         "/./health",
         "/health/.",
         "/health/../v1/models",
     ),
-    *("/v1/../health", "/%68ealth/x", "/health/%2f", "/health%2e", "/%2e%2e/health", "/health%00"),
+    *("/v1/../health", "/%68ealth/x", "/health%2f", "/health%2e", "/%2e%2e/health", "/health%00"),
     *("/health%0a", "/HEALTH", "/health;x", "/health;/v1/models", "/v1/models;/health"),
     *("/v1/models%3f/health", "/v1/models?path=/health", "/v1/models#/health", "/health%23/v1"),
     *("/health\\..\\v1\\models", "/\\health", "*", "health", "x:/health", "http:///v1/models"),
@@ -117,13 +117,6 @@ def test_no_spelling_of_a_path_bypasses_the_key(address, target) -> None:
         )
         assert reply.split(b" ", 2)[1] in (b"400", b"401"), reply[:200]
         assert b'"object":"list"' not in reply
-
-
-@pytest.mark.parametrize("target", ["/health", "/health/", "/health%2f", "/%68ealth"])
-def test_every_spelling_of_the_probe_is_the_probe(address, target) -> None:
-    reply = fetch(address, f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    assert reply.startswith(b"HTTP/1.1 200 ")
-    assert reply.endswith(b"\r\n\r\n"), "it has no body"
 
 
 @pytest.mark.parametrize(

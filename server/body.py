@@ -101,7 +101,7 @@ def _too_large(limit: int) -> HTTPException:
 def _too_complex(limit: int) -> HTTPException:
     return HTTPException(
         413,
-        f"the body has too much JSON outside of strings: at most {limit / MIB:g} MiB, where each "
-        "string, array and object counts as some bytes more; see --max-json-structure-mib",
+        f"the body has more than {limit / MIB:g} MiB of JSON structure, which is slow to decode: "
+        "numbers, brackets, quotes, escapes; see --max-json-structure-mib",
         CLOSE,
     )

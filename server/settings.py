@@ -48,8 +48,8 @@ class ApiSettings:
     )
     max_json_structure_mib: int = setting(
         2,
-        "largest amount of JSON outside of strings in a body, in MiB: token IDs, brackets, quotes; "
-        "each string, array and object counts as some bytes more",
+        "largest amount of JSON structure in a body, in MiB: numbers, brackets, quotes and escapes, "
+        "weighted by the time to decode them",
     )
     body_timeout: float = setting(60.0, "seconds within which a request body must arrive")
     root_path: str = setting(

@@ -251,7 +251,7 @@ def test_the_table_of_limits_matches_the_code() -> None:
     expected = {
         "completions in flight: `n` for each prompt": [api.max_queue],
         "body, decompressed": [api.max_body_mib],
-        "JSON in a body outside of strings, see below": [api.max_json_structure_mib],
+        "JSON structure in a body, see below": [api.max_json_structure_mib],
         "digits of a number in a body": [json_structure.MAX_DIGITS],
         "all bodies in flight, not counting the first 64 KiB of each": [api.max_body_memory_mib],
         "time in which a client reads nothing that was sent": [serving.write_timeout],

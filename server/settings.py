@@ -48,7 +48,7 @@ class ApiSettings:
     )
     max_json_structure_mib: int = setting(
         2,
-        "largest amount of JSON structure in a body, in MiB: numbers, brackets, quotes and escapes, "
+        "largest amount of JSON structure in a body, in MiB: numbers, brackets, quotes, escapes, "
         "weighted by the time to decode them",
     )
     body_timeout: float = setting(60.0, "seconds within which a request body must arrive")

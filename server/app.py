@@ -6,8 +6,10 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
+from jaxserve.config import MIB
+from server.body_memory import BodyMemory
 from server.errors import HANDLERS, CatchUnexpected
-from server.middleware import ApiKey, ForeignPages, RequestId, RootPath
+from server.middleware import ApiKey, ForeignPages, LastSlash, RequestId, RootPath
 from server.routes import openai, openapi, service, tokenize
 from server.settings import ApiSettings
 from server.state import ServerState
@@ -57,8 +59,12 @@ def create_app(
         )
     if has_keys:
         middleware.append(Middleware(ApiKey, keys=settings.api_key))
+    # After the checks, which are thus made on the path as it was sent.
+    middleware.append(Middleware(LastSlash))
     middleware.append(Middleware(CatchUnexpected))
     app = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
+    app.router.redirect_slashes = False
     app.state.server = state
     app.state.settings = settings
+    app.state.body_memory = BodyMemory(settings.max_body_memory_mib * MIB)
     return app

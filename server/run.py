@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -217,7 +218,7 @@ def http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
             app,
-            http=HttpProtocol,
+            http=partial(HttpProtocol, write_timeout_s=settings.write_timeout),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

@@ -14,7 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.openai.json_lines import encode_line
+from jaxserve.openai.encoding import encode_pieces, fits
+from jaxserve.openai.json_lines import encode_line, escape_line_breaks
 from server.errors import logger, reply_to
 
 T = TypeVar("T")
@@ -40,9 +41,16 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """A function that writes a value as an event, and the bytes that end a stream."""
+    """The form of events, and the bytes that end a stream.
+
+    Attributes:
+      event: returns the whole event.
+      head: returns what comes before the JSON, for events that are written in pieces.
+      end: ends a stream.
+    """
 
     event: Callable[[msgspec.Struct], bytes]
+    head: Callable[[msgspec.Struct], bytes]
     end: bytes
 
 
@@ -53,19 +61,51 @@ def event(data: msgspec.Struct) -> bytes:
 
 def named_event(data: msgspec.Struct) -> bytes:
     """Returns one server-sent event named after the ``type`` of its value."""
-    name = getattr(data, "type", "error")
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_line(data))
+    return b"%b%b\n\n" % (_named_head(data), encode_line(data))
 
 
-PLAIN = Framing(event, DONE)
-FRAMINGS = {"plain": PLAIN, "named": Framing(named_event, b"")}
+def _plain_head(data: msgspec.Struct) -> bytes:
+    return b"data: "
+
+
+def _named_head(data: msgspec.Struct) -> bytes:
+    return b"event: " + getattr(data, "type", "error").encode() + b"\ndata: "
+
+
+PLAIN = Framing(event, _plain_head, DONE)
+FRAMINGS = {"plain": PLAIN, "named": Framing(named_event, _named_head, b"")}
 """The framings that `jaxserve.openai.endpoints.Endpoint.framing` names."""
 
 
 async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct]) -> Response:
     """Awaits ``body`` and returns it as JSON. Raises ClientDisconnect if the client disconnects."""
     whole = await unless_disconnected(request.receive, body)
-    return Response(_encode(whole), media_type="application/json")
+    if fits(whole):
+        return Response(_encode(whole), media_type="application/json")
+    pieces = []
+    for piece in encode_pieces(whole):
+        pieces.append(piece)
+        await asyncio.sleep(0)  # other requests continue between the pieces
+    return LargeReply(pieces)
+
+
+class LargeReply(Response):
+    """Sends a JSON reply in pieces, so that those which the client has read take no memory."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        super().__init__(headers={"content-length": str(sum(map(len, pieces)))})
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": self.raw_headers.copy()}
+        )
+        self._pieces.reverse()
+        while self._pieces:
+            await _send_message(send, self._pieces.pop())
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def reply_stream(
@@ -111,15 +151,35 @@ class EventStream(Response):
         event, write = self._framing.event, chunk_writer(scope, send)
         async with aclosing(self._chunks) as chunks:
             try:
-                await write(event(self._first))
+                await self._write_event(write, self._first)
                 async for chunk in chunks:
-                    await write(event(chunk))
+                    if _is_small(chunk):
+                        await write(event(chunk))
+                    else:
+                        await self._write_event(write, chunk)
             except Exception as error:
                 reply = reply_to(error)
                 if reply.status == 500:
                     logger.exception("a stream failed")
                 await write(event(reply.body))
         await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
+
+    async def _write_event(self, write: WriteChunk, data: msgspec.Struct) -> None:
+        """Writes an event of any size."""
+        if fits(data):
+            await write(self._framing.event(data))
+            return
+        await write(self._framing.head(data))
+        for piece in encode_pieces(data):
+            await write(escape_line_breaks(piece))
+            await asyncio.sleep(0)  # other requests continue between the pieces
+        await write(b"\n\n")
+
+
+def _is_small(data: msgspec.Struct) -> bool:
+    """Returns True for most events: chunks without log probabilities. Faster than `fits`."""
+    choices = getattr(data, "choices", ())
+    return len(choices) == 1 and choices[0].logprobs is None
 
 
 def chunk_writer(scope: Scope, send: Send) -> WriteChunk:

@@ -7,12 +7,20 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import msgspec
+
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.parameters import checked_arguments
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from jaxserve.sampling_params import MAX_BAD_WORDS, Grammar, SamplingParams, logprobs_within
+from jaxserve.sampling_params import (
+    MAX_BAD_WORDS,
+    Grammar,
+    SamplingParams,
+    check_ids,
+    logprobs_within,
+)
 
 MAX_STOP_CHARS = 1000
 """Longest stop string: each may be searched for at every token."""
@@ -21,6 +29,9 @@ MAX_SALT_CHARS = 1000
 
 MAX_BAD_WORD_CHARS = 1000
 """Longest bad word; `MAX_BAD_WORD_TOKENS` limits it once more after encoding."""
+
+_NOT_IN_INTEGERS = frozenset(".eE")
+"""Characters of other numbers, which msgspec would convert if they are whole."""
 
 TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -184,7 +195,7 @@ def _params(
     values["stop"] = _stop_strings(request.stop)
     values["stop_token_ids"] = tuple(request.stop_token_ids or ())
     values["prompt_logprobs"] = _num_logprobs(request.prompt_logprobs, model, "prompt_logprobs")
-    values["logit_bias"] = request.logit_bias or None
+    values["logit_bias"] = _logit_bias(request.logit_bias, model.vocab_size)
     if request.allowed_token_ids is not None:
         values["allowed_token_ids"] = tuple(request.allowed_token_ids)
     values["extra_args"] = checked_arguments(
@@ -199,6 +210,25 @@ def _params(
         message = re.sub(r"\bmax_tokens\b", sent, error.message)
         param = sent if error.param == "max_tokens" else error.param
         raise InvalidRequestError(message, param=param) from error
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    """Returns the biases by token ID.
+
+    The IDs are checked before they are the keys of a dict: other integers can be chosen so that
+    they collide in it, and then even a small body takes long to decode.
+    """
+    if not bias:
+        return None
+    message = "logit_bias: its keys: Expected int, got str"
+    if not _NOT_IN_INTEGERS.isdisjoint("".join(bias)):
+        raise InvalidRequestError(message, param="logit_bias")
+    try:
+        ids = msgspec.convert(list(bias), list[int], strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(message, param="logit_bias") from error
+    check_ids(ids, vocab_size, param="logit_bias")
+    return dict(zip(ids, bias.values(), strict=True))
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

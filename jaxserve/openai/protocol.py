@@ -53,7 +53,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     bad_words: list[str] | None = None
     best_of: int | None = None
     cache_salt: str | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[str, float] | None = None  # checked before any key becomes an int
     prompt_logprobs: int | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None

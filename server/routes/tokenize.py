@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.text_engine import TextEngine
+from jaxserve.openai.encoding import encode_pieces
 from jaxserve.openai.prompts import render_prompt
 from jaxserve.openai.protocol import DetokenizeRequest, TokenizeRequest
 from jaxserve.sampling_params import check_ids
@@ -40,7 +40,7 @@ async def tokenize(request: Request) -> Response:
         reply = {"count": len(ids), "max_model_len": text_engine.model.max_model_len, "tokens": ids}
         with_texts = bool(body.return_token_strs)
         reply["token_strs"] = [tokenizer.token_text(i) for i in ids] if with_texts else None
-        return msgspec.json.encode(reply)
+        return b"".join(encode_pieces(reply))
 
     return Response(await asyncio.to_thread(work), media_type="application/json")
 
@@ -58,7 +58,7 @@ async def detokenize(request: Request) -> Response:
 
     def work() -> bytes:
         text = text_engine.model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return msgspec.json.encode({"prompt": text})
+        return b"".join(encode_pieces({"prompt": text}))
 
     return Response(await asyncio.to_thread(work), media_type="application/json")
 

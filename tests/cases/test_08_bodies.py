@@ -185,9 +185,7 @@ def test_js_118_an_incomplete_body_times_out(serve, scripted_checkpoint) -> None
 NOT_OBJECTS = ["", " ", "not json", "{", "[]", '"x"', "3", "null", "true", "[{}]", "{'prompt':1}"]
 
 
-@pytest.mark.parametrize(
-    "raw", [*NOT_OBJECTS, '{"prompt":"a"} x', '{"prompt":"a",}', "[" * 100_000]
-)
+@pytest.mark.parametrize("raw", [*NOT_OBJECTS, '{"prompt":"a"} x', '{"prompt":"a",}', "[" * 50_000])
 @BOTH_ENDPOINTS
 def test_js_123_bodies_that_are_not_a_request_are_refused(server, path, raw) -> None:
     server.refused(path, raw)

@@ -58,7 +58,9 @@ BAD_SAMPLING = [
     ({"model": 5}, "model"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logit_bias": {"AI": -100}}, "logit_bias"),
+    *(({"logit_bias": {key: 5}}, "logit_bias") for key in ("5.0", "5e0", " 5", "+5", "05", "")),
     ({"logit_bias": {"999999": 5}}, "logit_bias"),
+    ({"logit_bias": {str(i << 40): 5 for i in range(1000)}}, "logit_bias"),  # collide in a dict
     ({"logit_bias": {"-1": 5}}, "logit_bias"),
     ({"logit_bias": {"1": None}}, "logit_bias"),
     ({"logit_bias": {"1": "5"}}, "logit_bias"),

@@ -15,7 +15,7 @@ import pytest
 from jaxserve import sampling_params
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.config import MIB
-from jaxserve.openai import errors, params, prompts, tools
+from jaxserve.openai import errors, json_structure, params, prompts, tools
 from jaxserve.structured_output import checks as grammar_checks
 from jaxserve.structured_output import compiling
 from jaxserve.structured_output import constraint as grammars
@@ -24,6 +24,7 @@ from jaxserve.structured_output import worker as grammar_worker
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 from jaxserve.text import chat_template
+from server import body_memory, write_watch
 from server import http as server_http
 from server.app import create_app
 from server.settings import ApiSettings, ServerSettings
@@ -46,12 +47,12 @@ def make_client(text_engine, **settings):
         *(PROMPT | {"n": n} for n in (129, 16384, 2**31, 2**63 - 1)),
         *(PROMPT | {"best_of": n} for n in (2, 2**31)),
         {"prompt": ["a"] * 2049},
-        {"prompt": [[1]] * 100_000},
+        *({"prompt": [[1]] * n} for n in (10_000, 100_000)),
         {"prompt": ["a"] * 1000, "n": 128},
         *(PROMPT | {"stop": stop} for stop in (["a"] * 65, "x" * 1001)),
         PROMPT | {"stop_token_ids": [1] * 257},
         PROMPT | {"logprobs": 21},
-        PROMPT | {"logit_bias": {str(i): 1 for i in range(2**18 + 1)}},
+        *(PROMPT | {"logit_bias": {str(i): 1 for i in range(n)}} for n in (10_000, 2**18 + 1)),
         PROMPT | {"allowed_token_ids": [1] * (2**18 + 1)},
         PROMPT | {"bad_words": ["a"] * 1025},
         PROMPT | {"bad_words": ["a b c d " * 500]},
@@ -65,7 +66,7 @@ async def test_rejects_requests_that_fan_out_beyond_a_limit(body) -> None:
     text_engine = scripted_text_engine("hello")
     async with make_client(text_engine) as client:
         reply = await client.post("/v1/completions", json=body)
-        assert reply.status_code in (400, 429), reply.text
+        assert reply.status_code in (400, 413, 429), reply.text
         assert len(reply.content) < 5000
         assert text_engine.metrics.prompt_tokens == 0
         assert text_engine.num_in_flight == 0
@@ -249,7 +250,14 @@ def test_the_table_of_limits_matches_the_code() -> None:
     api, serving, limits = ApiSettings(), ServerSettings(), rows()
     expected = {
         "completions in flight: `n` for each prompt": [api.max_queue],
-        "body": [api.max_body_mib],
+        "body, decompressed": [api.max_body_mib],
+        "JSON structure in a body, see below": [api.max_json_structure_mib],
+        "digits of a number in a body": [json_structure.MAX_DIGITS],
+        "all bodies in flight, not counting the first 64 KiB of each": [api.max_body_memory_mib],
+        "time in which a client reads nothing that was sent": [serving.write_timeout],
+        "time in which a peer answers no TCP probe or acknowledges nothing": [
+            write_watch.IDLE_S + write_watch.PROBE_INTERVAL_S * write_watch.NUM_PROBES
+        ],
         "time to receive a body": [api.body_timeout],
         "head: request line and headers": [server_http.MAX_HEAD_BYTES >> 10],
         "time to receive the head; time that a connection may be idle": [
@@ -292,6 +300,10 @@ def test_the_table_of_limits_matches_the_code() -> None:
         ],
         "`cache_salt`": [params.MAX_SALT_CHARS],
     }
+    assert body_memory.FREE_BYTES == 64 * 1024
+    weights = (json_structure.COMMA_BYTES, json_structure.QUOTE_BYTES, json_structure.BRACKET_BYTES)
+    text = " ".join(DOCUMENT.read_text().split())
+    assert "{} bytes for each comma, {} for each quote, {} for each".format(*weights) in text
     assert sampling_params.MAX_ALLOWED_TOKEN_IDS == sampling_params.MAX_LOGIT_BIAS
     for name, values in expected.items():
         assert numbers(limits[name]) == [int(value) for value in values], name

@@ -49,7 +49,7 @@ async def test_invalid_bodies_get_an_error_even_with_stream(
         assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b'{"model":"\xff"}', b"[" * 100_000, b'{"model":NaN}'])
+@pytest.mark.parametrize("body", [b"", b"{", b'{"model":"\xff"}', b"[" * 50_000, b'{"model":NaN}'])
 async def test_rejects_bodies_that_are_not_json(make_client, check_error, body) -> None:
     async with make_client() as client:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
@@ -98,3 +98,26 @@ async def test_a_stalled_body_times_out(make_client, check_error) -> None:
         check_error(response, 408)
         assert response.headers["connection"] == "close"
         assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
+
+
+async def test_bodies_with_too_much_structure_are_refused(make_client, check_error) -> None:
+    async with make_client() as client:
+        for value in ("[" + "[]," * 100_000 + "[]]", '"' + "\\n" * 3 * 2**20 + '"'):
+            body = '{"prompt": "hello", "unknown": ' + value + "}"
+            response = await client.post("/v1/completions", content=body)
+            assert "--max-json-structure-mib" in check_error(response, 413)
+            assert response.headers["connection"] == "close"
+        text = {"prompt": "hello", "user": "[], " * 500_000}
+        assert (await client.post("/v1/completions", json=text)).status_code == 200
+    body = '{"prompt": "hello", "unknown": [' + "[]," * 100_000 + "[]]}"
+    async with make_client(max_json_structure_mib=4) as client:
+        assert (await client.post("/v1/completions", content=body)).status_code == 200
+
+
+async def test_endless_numbers_are_refused(make_client, check_error) -> None:
+    async with make_client() as client:
+        for digits, status in ((128, 200), (129, 400), (100_000, 400)):
+            body = '{"prompt": "hello", "unknown": [' + "1" * digits + "]}"
+            response = await client.post("/v1/completions", content=body)
+            assert response.status_code == status
+        assert "128 digits" in check_error(response, 400)

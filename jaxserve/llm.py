@@ -201,7 +201,7 @@ class LLM:
     async def _chat(
         self, requests: list[ChatRequest], params: Params, use_tqdm: bool
     ) -> list[LLMOutput]:
-        texts = [await render_prompt(self._text_engine.model, request) for request in requests]
+        texts = [await render_prompt(self._text_engine, request) for request in requests]
         # The template writes the special tokens itself.
         ids = await self._text_engine.encode_batch(texts, add_special_tokens=False)
         return await self._run(list(zip(texts, ids, strict=True)), params, use_tqdm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, Literal
 
@@ -30,6 +31,8 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_GRAMMAR_CHARS = 2**18
 BIAS_LIMIT = 100.0
 """Larger biases act like this one, as in the OpenAI API."""
+IDS_AT_ONCE = 2**16
+"""How many token IDs are checked in one call, which no other thread can interrupt: 2 ms."""
 INT64 = (-(2**63), 2**63 - 1)
 
 
@@ -231,6 +234,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             filters = {"temperature": temperature, "top_k": max(self.top_k, 0)}
         return msgspec.structs.replace(self, repetition_penalty=penalty, **filters)
 
+    def for_completion(self, seed: int, max_tokens: int) -> SamplingParams:
+        """Returns the parameters of one completion. They share all collections with these ones.
+
+        Nothing is checked again: that would take as long for each completion as for the request.
+        """
+        own = copy.copy(self)
+        msgspec.structs.force_setattr(own, "seed", seed)
+        msgspec.structs.force_setattr(own, "max_tokens", max_tokens)
+        return own
+
     def check_token_ids(self, vocab_size: int) -> None:
         """Raises InvalidRequestError unless all token IDs are in ``[0, vocab_size)``.
 
@@ -271,7 +284,10 @@ def logprobs_within(count: int, max_logprobs: int, vocab_size: int, *, param: st
 
 def check_ids(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) -> None:
     """Raises InvalidRequestError for field ``param`` unless all IDs are in ``[0, vocab_size)``."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+    for start in range(0, len(ids), IDS_AT_ONCE):
+        part = ids[start : start + IDS_AT_ONCE]
+        if min(part) >= 0 and max(part) < vocab_size:
+            continue
         bad = [i for i in ids if not 0 <= i < vocab_size][:5]
         raise InvalidRequestError(
             f"{param}: token IDs {bad} are out of vocabulary; expected IDs from 0 to "

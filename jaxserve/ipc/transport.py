@@ -26,6 +26,8 @@ import zmq.asyncio
 from jaxserve.ipc.messages import (
     EngineEvent,
     EngineRequest,
+    Submit,
+    SubmitEncoder,
     decode_event,
     decode_request,
     encode,
@@ -79,10 +81,12 @@ class RequestSender:
         self._socket = zmq.Socket(context, zmq.PUSH)  # a plain socket: sending never waits
         self._socket.set_hwm(0)
         self._socket.connect(address)
+        self._encoder = SubmitEncoder()
 
     def send(self, request: EngineRequest) -> None:
         """Queues a request. Never waits for the engine."""
-        self._socket.send(encode(request))
+        is_submit = isinstance(request, Submit)
+        self._socket.send(self._encoder.encode(request) if is_submit else encode(request))
 
     def close(self) -> None:
         """Closes the socket and drops requests that the engine has not received. Idempotent."""

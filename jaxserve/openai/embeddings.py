@@ -13,12 +13,15 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequestError, RequestFailedError
+from jaxserve.front.admission import Permit
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
-from jaxserve.front.text_engine import TextEngine
+from jaxserve.front.text_engine import MEASURED_SIZE, TextEngine
 from jaxserve.openai.params import check_prompt_fields
-from jaxserve.openai.prompts import completion_prompts, encode_cut
+from jaxserve.openai.prompt_list import completion_prompts, num_prompts
+from jaxserve.openai.prompts import encode_cut
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.text.json_size import size_of
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -95,9 +98,18 @@ async def prepare(
             f"dimensions must be {width}, the width of this model, got {body.dimensions}",
             param="dimensions",
         )
+    with text_engine.admit(num_prompts(body.input, param="input"), 1, param="input") as permit:
+        return await _prepare(text_engine, body, permit, request_id)
+
+
+async def _prepare(
+    text_engine: TextEngine, body: EmbeddingRequest, permit: Permit, request_id: str
+) -> EmbeddingJob:
+    """Does the work of `prepare` for a request that has been admitted."""
+    model, size = text_engine.model, size_of(body, MEASURED_SIZE)
     prompts = await encode_cut(
         text_engine,
-        completion_prompts(body.input, param="input"),
+        await text_engine.build(lambda: completion_prompts(body.input, param="input"), size=size),
         body.truncate_prompt_tokens,
         room=0,
         add_special_tokens=body.add_special_tokens is not False,
@@ -114,7 +126,7 @@ async def prepare(
     )
     return EmbeddingJob(
         model=body.model or model.name,
-        deltas=text_engine.generate(request),
+        deltas=await text_engine.start(request, permit),
         num_prompts=len(prompts),
         num_prompt_tokens=sum(map(len, prompts)),
         as_base64=body.encoding_format == "base64",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from msgspec import UNSET
 
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.chat_message import PLAIN, MessageForm
 from jaxserve.openai.logprobs import TokenName, token_names
 from jaxserve.openai.protocol import (
@@ -22,6 +23,8 @@ from jaxserve.openai.protocol import (
 )
 from jaxserve.sampling_params import ALL_LOGPROBS, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class Job:
       with_token_ids: show the IDs of prompts and completions too.
       include_usage: end a stream with a chunk that has the usage.
       continuous_usage: show the usage in every chunk of a stream.
+      text_engine: runs the building of large parts of the reply.
       echo: for each prompt, the text to show before its completions; empty: none.
       form: turns deltas into the pieces of a chat message.
     """
@@ -102,13 +106,14 @@ class Job:
     with_token_ids: bool
     include_usage: bool
     continuous_usage: bool
+    text_engine: TextEngine
     echo: tuple[str, ...] = ()
     form: MessageForm = PLAIN
 
     @classmethod
     def of(
         cls,
-        model: ServedModel,
+        text_engine: TextEngine,
         body: GenerationRequest,
         request: GenerateRequest,
         deltas: AsyncGenerator[Delta, None],
@@ -118,6 +123,7 @@ class Job:
         form: MessageForm = PLAIN,
     ) -> Job:
         """Returns the job of an accepted request; iterating over ``deltas`` runs it."""
+        model = text_engine.model
         options, params, prompts = body.stream_options, request.params, request.prompts
         include_usage = bool(options and options.include_usage)
         as_ids = bool(body.return_tokens_as_token_ids)
@@ -141,9 +147,23 @@ class Job:
             with_token_ids=bool(body.return_token_ids),
             include_usage=include_usage,
             continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
+            text_engine=text_engine,
             echo=echo,
             form=form,
         )
+
+    async def build(self, work: Callable[[Delta], T], delta: Delta) -> T:
+        """Returns ``work(delta)``. A thread runs it if the delta has many log probabilities."""
+        if delta.logprobs is None and delta.prompt_logprobs is None:
+            return work(delta)
+        return await self.text_engine.build(lambda: work(delta), size=_num_scores(delta))
+
+
+def _num_scores(delta: Delta) -> int:
+    """Returns how many log probabilities a delta has, roughly: all positions have equally many."""
+    of_text, of_prompt = delta.logprobs or (), delta.prompt_logprobs or ()
+    some = [entry for entry in (*of_text[:1], *of_prompt[1:2]) if entry is not None]
+    return (len(of_text) + len(of_prompt)) * max([len(e.token_ids) for e in some], default=1)
 
 
 def new_id(prefix: str, request_id: str = "") -> str:

@@ -1,0 +1,126 @@
+"""Threads for one kind of work. Each kind has its own, so that none waits for another one."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+from jaxserve.errors import QueueFullError
+
+T = TypeVar("T")
+
+SIZE_PER_S = 1 << 18
+"""Work of this size, in characters or values, lets smaller work go first that arrives up to a
+second later. A thread does about this much in a second, or more."""
+
+
+class Abandoned(Exception):
+    """Ends work in a thread whose caller no longer waits for it."""
+
+
+class Caller:
+    """The caller of some work in a thread, as the work sees it."""
+
+    def __init__(self) -> None:
+        self._left = threading.Event()
+
+    def check(self) -> None:
+        """Raises Abandoned if the caller no longer waits. Call it between parts of long work."""
+        if self._left.is_set():
+            raise Abandoned
+
+    def leave(self) -> None:
+        """Says that the caller no longer waits."""
+        self._left.set()
+
+
+class WorkPool:
+    """Runs functions in threads of its own, and lets others wait in a line of limited length.
+
+    The line is sorted by arrival plus size / `SIZE_PER_S`, so small work overtakes large work that
+    has not waited for long, and nothing waits for ever.
+
+    Args:
+      name: the name of its threads.
+      num_threads: the most functions that run at a time.
+      max_waiting: the most functions that wait for a thread.
+    """
+
+    def __init__(self, name: str, *, num_threads: int = 1, max_waiting: int) -> None:
+        self._name = name
+        self._num_threads = num_threads
+        self._max_waiting = max_waiting
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_running = 0
+        self._line: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of functions that wait for a thread."""
+        return len(self._line)
+
+    async def run(self, work: Callable[[Caller], T], *, size: int = 0) -> T:
+        """Returns the result of ``work`` in a thread, or raises what it raises.
+
+        A cancelled call leaves the line. If its work has begun, the thread is free once the work
+        ends; `Caller.check` ends it early.
+
+        Raises:
+          QueueFullError: too many wait already.
+        """
+        if self._num_running == self._num_threads:
+            await self._turn(size)
+        else:
+            self._num_running += 1
+        loop = asyncio.get_running_loop()
+        caller = Caller()
+
+        def ended(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._next)
+
+        try:
+            running = self._executor.submit(work, caller)
+        except BaseException:
+            self._next()
+            raise
+        running.add_done_callback(ended)
+        try:
+            return await asyncio.wrap_future(running)
+        finally:
+            caller.leave()
+
+    async def _turn(self, size: int) -> None:
+        """Waits in the line. Afterwards the caller counts as running."""
+        if len(self._line) >= self._max_waiting:
+            raise QueueFullError(
+                f"{len(self._line)} requests wait for the same work ({self._name}); try again later"
+            )
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        entry = (loop.time() + size / SIZE_PER_S, next(self._order), turn)
+        heapq.heappush(self._line, entry)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if entry in self._line:
+                self._line.remove(entry)
+                heapq.heapify(self._line)
+            else:  # its turn came at the same time
+                self._next()
+            raise
+
+    def _next(self) -> None:
+        """Gives a thread that has become free to the first in the line."""
+        if self._line:
+            _, _, turn = heapq.heappop(self._line)
+            turn.set_result(None)
+        else:
+            self._num_running -= 1

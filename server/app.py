@@ -6,8 +6,10 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
+from jaxserve.config import MIB
+from server.body_memory import BodyMemory
 from server.errors import HANDLERS, CatchUnexpected
-from server.middleware import ApiKey, ForeignPages, RequestId, RootPath
+from server.middleware import ApiKey, ForeignPages, PlainPath, RequestId
 from server.routes import openai, openapi, service, tokenize
 from server.settings import ApiSettings
 from server.state import ServerState
@@ -30,9 +32,7 @@ def create_app(
         without ``allowed_hosts``, unless API keys are set.
     """
     settings = settings or ApiSettings()
-    middleware = [Middleware(RequestId)]
-    if settings.root_path:
-        middleware.append(Middleware(RootPath, root_path=settings.root_path))
+    middleware = [Middleware(RequestId), Middleware(PlainPath, root_path=settings.root_path)]
     if settings.allowed_origins:
         middleware.append(
             Middleware(
@@ -59,6 +59,8 @@ def create_app(
         middleware.append(Middleware(ApiKey, keys=settings.api_key))
     middleware.append(Middleware(CatchUnexpected))
     app = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
+    app.router.redirect_slashes = False
     app.state.server = state
     app.state.settings = settings
+    app.state.body_memory = BodyMemory(settings.max_body_memory_mib * MIB)
     return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -25,6 +26,7 @@ TYPES = {
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     431: "RequestTooLargeError",
     503: "ServiceUnavailableError",
 }
@@ -107,9 +109,11 @@ class CatchUnexpected:
 def _no_such_path(request: Request) -> str:
     """Returns the message for an unknown path. Most such paths result from a wrong base URL."""
     path = _path(request)
+    plain = re.sub("//+", "/", path).rstrip("/")
     known = [route.path for route in request.app.routes]
     for right in known:
-        if right == API_PREFIX + path or (path.endswith(right) and right.startswith(API_PREFIX)):
+        in_api = right.startswith(API_PREFIX)
+        if right in (plain, API_PREFIX + plain) or (in_api and plain.endswith(right)):
             return (
                 f"there is nothing at {path}; did you mean {right}? "
                 f"The base URL of the API is the server's URL followed by {API_PREFIX}"

@@ -1,6 +1,6 @@
 """uvicorn with bounds on everything a connection can send, and without its signal handlers.
 
-This is the only module that uses the private HTTP classes of uvicorn
+This module and `server.http_cycle` are the only ones that use the private HTTP classes of uvicorn
 (``uvicorn.protocols.http.httptools_impl``). tests/server/test_uvicorn_internals.py lists what it
 relies on, and pyproject.toml bounds the version.
 """
@@ -26,7 +26,9 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from jaxserve.openai.errors import make_error
 from server.errors import TYPES
+from server.http_cycle import CycleTransport, end_with_connection, write_part
 from server.sse import EXTENSION
+from server.write_watch import WriteWatch, probe_peer
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit of the request line and headers together. The parser itself has no limit."""
@@ -75,15 +77,19 @@ class HttpProtocol(HttpToolsProtocol):
 
     - A head, or the framing between two chunks of a body, has at most `MAX_HEAD_BYTES`. A head must
       arrive within the keep-alive timeout.
+    - A client that reads nothing for ``write_timeout_s`` seconds, or that no longer exists, is
+      disconnected.
     - A client that gets its response before it has sent the whole request can still read that
       response: the rest of the request is discarded, up to `MAX_UNREAD_BYTES` and
       `UNREAD_TIMEOUT_S`. Closing at once would reset the connection and lose the response.
     - Bytes that are not HTTP get a JSON error like any other. Offers to upgrade to another protocol
       are ignored.
+    - A stream to a client of HTTP/1.0 has no chunks: it ends when the connection does.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, write_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._write_timeout_s = write_timeout_s
         # Bytes since the last boundary: the end of a head, a piece of body, the end of a message.
         self._num_head_bytes = 0
         self._saw_boundary = False
@@ -96,12 +102,16 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts the timeout of the first head."""
         super().connection_made(transport)
+        probe_peer(transport, send_timeout_s=self._write_timeout_s)
+        self._watch = WriteWatch(transport, self.loop, timeout_s=self._write_timeout_s)
+        self.write = self._watch.write
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops the timers of a closed connection."""
         self._stop_head_timer()
         self._stop_unread_timer()
+        self._watch.stop()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -135,8 +145,10 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             num_bytes = upgrade.args[0]
             self._ignore_upgrade()
-        except httptools.HttpParserCallbackError:
-            self._reject(400, "the request target is not a valid path")
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            is_known = isinstance(cause, _InvalidHeadError)
+            self._reject(400, str(cause) if is_known else "the request target is not a valid path")
         except httptools.HttpParserError as error:
             self._reject(400, f"the request is not valid HTTP/1.1: {error}")
         self._num_head_bytes = 0 if self._saw_boundary else self._num_head_bytes + num_bytes
@@ -152,12 +164,20 @@ class HttpProtocol(HttpToolsProtocol):
         """Starts the application once the head of a request is complete."""
         self._saw_boundary = True
         self._stop_head_timer()
+        self._check_host()
         if self.parser.should_upgrade():
             return
         super().on_headers_complete()
-        self.cycle.transport = _CycleTransport(self, self.cycle)  # type: ignore[assignment]
-        # The application runs in a task that has not started yet, so it sees this.
-        self.scope["extensions"] = {EXTENSION: {"write": partial(write_chunk, self.cycle)}}
+        cycle = self.cycle
+        # The application runs in a task that has not started yet, so it sees these changes.
+        cycle.transport = CycleTransport(  # type: ignore[assignment]
+            self.write, self.transport.is_closing, partial(self.close_after, cycle)
+        )
+        has_chunks = self.parser.get_http_version() == "1.1"
+        if not has_chunks:
+            end_with_connection(cycle)
+        write = partial(write_part, cycle, as_chunk=has_chunks)
+        self.scope["extensions"] = {EXTENSION: {"write": write}}
 
     def on_body(self, body: bytes) -> None:
         """Receives a piece of the body of a request."""
@@ -175,8 +195,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Starts to discard the rest of a request that already has its response."""
-        if self.cycle.response_complete and self.cycle.more_body:
-            self._start_unread_timer()
+        if self.cycle.response_complete:
+            self.cycle.body = bytearray()  # what the application has not read
+            if self.cycle.more_body:
+                self._start_unread_timer()
         super().on_response_complete()
 
     def close_after(self, cycle: RequestResponseCycle) -> None:
@@ -185,6 +207,12 @@ class HttpProtocol(HttpToolsProtocol):
             self._close_writing()
         else:
             self.transport.close()
+
+    def _check_host(self) -> None:
+        """Raises _InvalidHeadError unless there is one ``Host``; HTTP/1.0 can do without it."""
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
+            raise _InvalidHeadError(f"the request must have one Host header, got {num_hosts}")
 
     def _ignore_upgrade(self) -> None:
         """Parses a head again without its ``upgrade`` header.
@@ -233,7 +261,7 @@ class HttpProtocol(HttpToolsProtocol):
             (b"connection", b"close"),
         ]
         lines = [STATUS_LINE[status], *(b"%s: %s\r\n" % header for header in headers), b"\r\n"]
-        self.transport.write(b"".join([*lines, body]))
+        self.write(b"".join([*lines, body]))
 
     def _close_writing(self) -> None:
         """Closes our side, and discards what the client still sends."""
@@ -267,23 +295,5 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-class _CycleTransport:
-    """The transport that a request cycle of uvicorn sees: `HttpProtocol.close_after` closes it."""
-
-    def __init__(self, protocol: HttpProtocol, cycle: RequestResponseCycle) -> None:
-        self._protocol = protocol
-        self._cycle = cycle
-        self.write = protocol.transport.write
-        self.is_closing = protocol.transport.is_closing
-
-    def close(self) -> None:
-        """Closes the connection as soon as the client can have read the response."""
-        self._protocol.close_after(self._cycle)
-
-
-async def write_chunk(cycle: RequestResponseCycle, data: bytes) -> None:
-    """Writes a chunk of a body as uvicorn would for an ASGI message. See `server.sse.EXTENSION`."""
-    if cycle.flow.write_paused and not cycle.disconnected:
-        await cycle.flow.drain()
-    if not cycle.disconnected:
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+class _InvalidHeadError(Exception):
+    """A head is not valid HTTP in a way that the parser does not check."""

@@ -55,8 +55,15 @@ class RequestId:
         await self._app(scope, receive, send_with_id)
 
 
-class RootPath:
-    """Strips the path prefix that a proxy added. Paths without the prefix stay unchanged."""
+class PlainPath:
+    """Serves a path with a slash at its end as the path without it.
+
+    A redirect would lose the body, and name a host and scheme that may be those behind a proxy.
+
+    Args:
+      root_path: the path prefix that a proxy added, which is removed; "" for none. Paths without
+        the prefix are served too.
+    """
 
     def __init__(self, app: ASGIApp, *, root_path: str) -> None:
         self._app = app
@@ -64,8 +71,12 @@ class RootPath:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if path.startswith(self._root_path + "/"):
-            scope = {**scope, "path": path[len(self._root_path) :]}
+        if self._root_path and path.startswith(self._root_path + "/"):
+            path = path[len(self._root_path) :]
+        if path.endswith("/") and not path.endswith("//") and path != "/":
+            path = path[:-1]
+        if path != scope["path"]:
+            scope = {**scope, "path": path}
         await self._app(scope, receive, send)
 
 
@@ -74,7 +85,9 @@ class ApiKey:
 
     def __init__(self, app: ASGIApp, *, keys: tuple[str, ...]) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._digests = [
+            hashlib.sha256(as_sent).digest() for key in keys for as_sent in _encodings(key)
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The path as it was sent, because a URL that is built from the Host header can be forged.
@@ -92,7 +105,8 @@ class ApiKey:
 
     def _is_known(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
-        digest = hashlib.sha256(key.strip().encode()).digest()
+        # `Headers` decodes bytes as Latin-1, so this encodes them back.
+        digest = hashlib.sha256(key.strip(" \t").encode("latin-1")).digest()
         # Compare every key in constant time, so that timing reveals nothing.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
@@ -160,6 +174,12 @@ class ForeignPages:
         except ValueError:
             return False
         return True
+
+
+def _encodings(key: str) -> list[bytes]:
+    """Returns the forms in which clients send a key: UTF-8, and Latin-1 if it has these letters."""
+    is_latin = all(ord(char) < 256 for char in key)
+    return [key.encode("utf-8"), *([key.encode("latin-1")] if is_latin else [])]
 
 
 def _name_of(host: str) -> str:

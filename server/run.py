@@ -9,6 +9,7 @@ import ipaddress
 import signal
 import socket
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -210,7 +211,7 @@ def http_server(app: Starlette, settings: ServerSettings) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
             app,
-            http=HttpProtocol,
+            http=partial(HttpProtocol, write_timeout_s=settings.write_timeout),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

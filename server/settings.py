@@ -41,6 +41,16 @@ class ApiSettings:
         1024, "largest number of completions running or waiting; more requests get a 429"
     )
     max_body_mib: int = setting(8, "largest request body in MiB")
+    max_body_memory_mib: int = setting(
+        128,
+        "MiB that all request bodies in flight may take together, not counting the first 64 KiB of "
+        "each; more bodies get a 503",
+    )
+    max_json_structure_mib: int = setting(
+        2,
+        "largest amount of JSON outside of strings in a body, in MiB: token IDs, brackets, quotes; "
+        "each string, array and object counts as some bytes more",
+    )
     body_timeout: float = setting(60.0, "seconds within which a request body must arrive")
     root_path: str = setting(
         "", "path prefix added by a proxy, such as /llm; requests work with and without it"
@@ -59,9 +69,15 @@ class ApiSettings:
     )
 
     def __post_init__(self) -> None:
-        for flag, value in {"max-queue": self.max_queue, "max-body-mib": self.max_body_mib}.items():
-            if value < 1:
-                raise ConfigError(f"--{flag} must be at least 1, got {value}")
+        for name in ("max_queue", "max_body_mib", "max_json_structure_mib"):
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} must be at least 1, got {getattr(self, name)}")
+        if self.max_body_memory_mib < self.max_body_mib:
+            raise ConfigError(
+                f"--max-body-memory-mib must be at least --max-body-mib, {self.max_body_mib}, "
+                f"got {self.max_body_memory_mib}"
+            )
         if self.body_timeout <= 0:
             raise ConfigError(f"--body-timeout must be more than 0, got {self.body_timeout}")
         if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
@@ -75,6 +91,11 @@ class ApiSettings:
     def max_body_bytes(self) -> int:
         """Size limit of a request body, in bytes."""
         return self.max_body_mib * MIB
+
+    @property
+    def max_json_structure_bytes(self) -> int:
+        """Limit of `jaxserve.openai.json_structure.JsonStructure.size` of a body, in bytes."""
+        return self.max_json_structure_mib * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +130,16 @@ class ServerSettings:
         5.0, "seconds that requests in flight may take to finish at shutdown"
     )
     keep_alive_timeout: int = setting(75, "seconds after which an idle connection is closed")
+    write_timeout: float = setting(
+        60.0, "seconds after which a client that has stopped reading is disconnected"
+    )
     engine_factory: str = setting(
         FACTORY, "module:function that builds an engine, for tests and extensions"
     )
 
     def __post_init__(self) -> None:
+        if self.write_timeout <= 0:
+            raise ConfigError(f"--write-timeout must be more than 0, got {self.write_timeout}")
         # Check here, so that errors show before a model is loaded.
         if self.tool_call_parser not in ("auto", "none"):
             tool_parser(self.tool_call_parser)

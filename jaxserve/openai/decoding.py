@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import Any, TypeVar
 
@@ -14,19 +15,23 @@ T = TypeVar("T")
 MAX_ERROR_CHARS = 300
 _PATH = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
+_ESCAPE_BYTES = len(r"\ud83d")
 # An escape for one half of a surrogate pair, without the escape for the other half.
 _HALF_CHARACTER = re.compile(
     rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
 )
 
 
-def decode(body: bytes, body_type: type[T]) -> T:
-    """Returns the struct of a JSON body.
+def decode(body: bytes | bytearray, body_type: type[T]) -> T:
+    """Returns the struct of a JSON body, which may start with a byte order mark of UTF-8.
+
+    Holds the interpreter while it decodes. `jaxserve.openai.json_structure` limits that time.
 
     Raises:
       InvalidRequestError: the body is not JSON in UTF-8 or nested too deeply, or a field has the
         wrong type. ``param`` is the path of that field, as in ``messages[0].role``.
     """
+    body = body.removeprefix(codecs.BOM_UTF8) if body.startswith(codecs.BOM_UTF8) else body
     try:
         return msgspec.json.decode(body, type=body_type)
     except msgspec.ValidationError as error:
@@ -35,7 +40,12 @@ def decode(body: bytes, body_type: type[T]) -> T:
         reason = str(error)
         if not body.strip():
             reason = "it is empty"
-        elif "surrogate" in reason or ("truncated" in reason and _HALF_CHARACTER.search(body)):
+        elif b"\0" in body[:4] or body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            reason = "it is in UTF-16 or UTF-32, but must be in UTF-8"
+        elif "surrogate" in reason or (
+            # The decoder expects the other half where the body ends.
+            "truncated" in reason and _HALF_CHARACTER.search(body[-3 * _ESCAPE_BYTES :])
+        ):
             reason = "a string has half of a surrogate pair, such as \\ud83d alone"
         elif "truncated" in reason:
             reason = "it ends too early"

@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 import uvicorn
@@ -18,14 +19,16 @@ from server.http import MAX_HEAD_BYTES, PIECE_BYTES, HttpProtocol, HttpServer
 
 
 @contextlib.asynccontextmanager
-async def serving(keep_alive_s: float, app: ASGIApp | None = None) -> AsyncIterator[int]:
+async def serving(
+    keep_alive_s: float = 60, app: ASGIApp | None = None, write_timeout_s: float = 60
+) -> AsyncIterator[int]:
     """Serves an application, by default one with empty replies, and yields its port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         config = uvicorn.Config(
             app or Response(),
-            http=HttpProtocol,
+            http=partial(HttpProtocol, write_timeout_s=write_timeout_s),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -61,7 +64,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await Response(body)(scope, receive, send)
 
 
-def head_of(num_bytes: int, first: bytes = b"GET / HTTP/1.1\r\n") -> bytes:
+def head_of(num_bytes: int, first: bytes = b"GET / HTTP/1.1\r\nhost: x\r\n") -> bytes:
     """Returns a complete head of ``num_bytes`` bytes."""
     start, end = first + b"x: ", b"\r\n\r\n"
     return start + b"y" * (num_bytes - len(start) - len(end)) + end
@@ -99,7 +102,8 @@ def error_in(reply: bytes) -> dict[str, object]:
 
 @pytest.mark.parametrize("step", [MAX_HEAD_BYTES * 4, 5000])
 @pytest.mark.parametrize(
-    "begin", [b"GET / HTTP/1.1\r\n", b"GET /" + b"z" * 40_000 + b" HTTP/1.1\r\n"]
+    "begin",
+    [b"GET / HTTP/1.1\r\nhost: x\r\n", b"GET /" + b"z" * 40_000 + b" HTTP/1.1\r\nhost: x\r\n"],
 )
 async def test_the_size_of_a_head_is_limited(begin, step) -> None:
     async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
@@ -116,16 +120,16 @@ async def test_the_size_of_a_head_is_limited(begin, step) -> None:
 @pytest.mark.parametrize("padding", [b"x: " + b" " * 70_000 + b"y", b"x: y\r\n" * 12_000])
 async def test_spaces_and_short_headers_count_towards_the_size_of_a_head(padding) -> None:
     async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
-        reply = await exchange(port, b"GET / HTTP/1.1\r\n" + padding + b"\r\n\r\n")
+        reply = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n" + padding + b"\r\n\r\n")
         assert statuses(reply) == [431]
-        assert statuses(await exchange(port, b"GET / HTTP/1.1\r\n" + padding)) == [431]
+        assert statuses(await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n" + padding)) == [431]
 
 
 async def test_the_head_of_a_second_request_is_limited() -> None:
-    before = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\nbody"
+    before = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
     async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
         for size, num_replies in ((MAX_HEAD_BYTES, 2), (MAX_HEAD_BYTES + PIECE_BYTES, 1)):
-            head = head_of(size, b"GET / HTTP/1.1\r\nconnection: close\r\n")
+            head = head_of(size, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
             assert statuses(await exchange(port, before + head)) == [200] * num_replies
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for size, status in ((MAX_HEAD_BYTES, b"200"), (MAX_HEAD_BYTES + 1, b"431")):
@@ -136,7 +140,7 @@ async def test_the_head_of_a_second_request_is_limited() -> None:
         writer.close()
 
 
-CHUNKED = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize("rest", [b"0\r\n" + b"a: b\r\n" * 20_000, b"5;" + b"x" * 100_000])
@@ -202,7 +206,7 @@ async def test_the_unread_rest_of_a_request_has_a_size_limit(closes, monkeypatch
     app = Response(headers={"connection": "close"} if closes else {})
     async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST / HTTP/1.1\r\ncontent-length: 1000000000\r\n\r\n")
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
         with pytest.raises(ConnectionError):
             await write_forever(writer, b" " * 50_000)
@@ -215,7 +219,7 @@ async def test_the_unread_rest_of_a_request_has_a_time_limit(closes, monkeypatch
     app = Response(headers={"connection": "close"} if closes else {})
     async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST / HTTP/1.1\r\ncontent-length: 1000000000\r\n\r\n")
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
         await reader.read()
         with pytest.raises(ConnectionError):
             await write_forever(writer, b" ")
@@ -226,8 +230,8 @@ async def test_the_unread_rest_of_a_request_has_a_time_limit(closes, monkeypatch
     "begin",
     [
         *(b"hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00"),
-        *(b"GET / HTTP/1.1\r\na b: c\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
-        *(b"GET /\xff HTTP/1.1\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n"),
+        *(b"GET / HTTP/1.1\r\nhost: x\r\na b: c\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+        *(b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n"),
         CHUNKED + b"zz\r\n",
     ],
 )
@@ -242,7 +246,7 @@ async def test_invalid_http_gets_a_standard_error(begin, caplog) -> None:
 
 
 async def test_requests_before_invalid_http_get_replies() -> None:
-    good = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n"
+    good = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
     async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
         reply = await exchange(port, good + b"one!" + good + b"two!" + b"%" * 200_000)
         assert statuses(reply) == [200, 200]

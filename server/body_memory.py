@@ -1,0 +1,64 @@
+"""One limit on the memory of all request bodies together."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from starlette.exceptions import HTTPException
+
+from jaxserve.config import MIB
+
+FREE_BYTES = 64 * 1024
+"""Bytes of each body that do not count. Ordinary requests are smaller, so they are received even
+while large bodies use up the limit. A connection buffers as much anyway."""
+
+
+class BodyMemory:
+    """Counts the bytes of the bodies that are being received or decoded.
+
+    Attributes:
+      limit: the most bytes at a time, not counting the first `FREE_BYTES` of each body.
+      num_bytes: the bytes counted at present.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_bytes = 0
+
+    def share(self) -> BodyShare:
+        """Returns the share of one body. Use it as a context manager, which gives it back."""
+        return BodyShare(self)
+
+
+class BodyShare:
+    """The part of a `BodyMemory` that one body takes."""
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
+        self._num_bytes = 0  # that count
+
+    def grow_to(self, body_bytes: int) -> None:
+        """Takes what a body of ``body_bytes`` needs. Raises HTTPException if that is too much."""
+        more = max(body_bytes - FREE_BYTES, 0) - self._num_bytes
+        memory = self._memory
+        if more > 0 and memory.num_bytes + more > memory.limit:
+            raise HTTPException(
+                503,
+                f"the request bodies in flight exceed this server's limit of "
+                f"{memory.limit / MIB:g} MiB; try again later",
+                {"Connection": "close"},
+            )
+        memory.num_bytes += more
+        self._num_bytes += more
+
+    def __enter__(self) -> BodyShare:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._memory.num_bytes -= self._num_bytes
+        self._num_bytes = 0

@@ -32,6 +32,9 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
+PART_BYTES = 1 << 18
+"""The most bytes of a body that are sent at once."""
+
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
@@ -64,7 +67,23 @@ FRAMINGS = {"plain": PLAIN, "named": Framing(named_event, b"")}
 async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct]) -> Response:
     """Awaits ``body`` and returns it as JSON. Raises ClientDisconnect if the client disconnects."""
     whole = await unless_disconnected(request.receive, body)
-    return Response(_encode(whole), media_type="application/json")
+    return LongResponse(_encode(whole), media_type="application/json")
+
+
+class LongResponse(Response):
+    """A response whose body is sent in parts, between which other requests are served."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) <= PART_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        body = memoryview(self.body)
+        for start in range(0, len(body), PART_BYTES):
+            part = bytes(body[start : start + PART_BYTES])
+            more = start + PART_BYTES < len(body)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+            await asyncio.sleep(0)
 
 
 async def reply_stream(
@@ -151,6 +170,9 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         disconnected.cancel()
         working.cancel()
         await asyncio.gather(working, disconnected, return_exceptions=True)
+        # An error refers to this frame. Without the tasks, which refer to the error, it is freed at
+        # once, and with it the request.
+        del working, disconnected
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -7,9 +7,9 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxserve.errors import QueueFullError
 
@@ -80,22 +80,40 @@ class WorkPool:
         else:
             self._num_running += 1
         loop = asyncio.get_running_loop()
-        caller = Caller()
+        caller, result = Caller(), loop.create_future()
 
-        def ended(_: Future[T]) -> None:
+        def in_thread(result: asyncio.Future[T]) -> None:
+            value = error = None
+            try:
+                value = work(caller)
+            except BaseException as caught:
+                error = caught
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._next)
+                loop.call_soon_threadsafe(self._ended, result, value, error)
+            # A result can be large. Nothing but the caller keeps it, not even a cycle of references
+            # as between the futures of `asyncio.wrap_future`.
+            value = error = None
 
         try:
-            running = self._executor.submit(work, caller)
+            self._executor.submit(in_thread, result)
         except BaseException:
             self._next()
             raise
-        running.add_done_callback(ended)
         try:
-            return await asyncio.wrap_future(running)
+            return await result
         finally:
             caller.leave()
+            del result  # an error refers to this frame
+
+    def _ended(self, result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+        """Hands over a result and the thread."""
+        self._next()
+        if result.done():  # the caller has left
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)
 
     async def _turn(self, size: int) -> None:
         """Waits in the line. Afterwards the caller counts as running."""

@@ -6,9 +6,8 @@ types. Times are seconds of `time.monotonic`, which on Linux all processes of a 
 
 from __future__ import annotations
 
-import copy
 import enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -225,11 +224,9 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True, g
     error_type: str = ""
 
 
-MIN_SHARED = 64
-"""Collections with fewer items are encoded anew for each completion: that takes less time."""
-
 EngineRequest = Submit | Abort | Shutdown
 EngineEvent = Progress | Ready | StepOutputs | EngineFailed
+
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(EngineRequest)
@@ -239,56 +236,6 @@ _event_decoder = msgspec.msgpack.Decoder(EngineEvent)
 def encode(message: EngineRequest | EngineEvent) -> bytes:
     """Encodes a message in either direction."""
     return _encoder.encode(message)
-
-
-class SubmitEncoder:
-    """Encodes requests as `encode` does, but a large collection of successive requests only once.
-
-    The completions of a request share their collections: the same prompt, biases and so on. The
-    encoder keeps those of the last request, and finds them by identity.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[Any, msgspec.Raw]] = {}
-
-    def encode(self, submit: Submit) -> bytes:
-        """Encodes a request."""
-        params = submit.params
-        prompt, large = submit.prompt_token_ids, _large_fields(params)
-        if not large and len(prompt) < MIN_SHARED:
-            self._last = {}
-            return encode(submit)
-        before, self._last = self._last, {}
-        wire = copy.copy(submit)
-        msgspec.structs.force_setattr(wire, "prompt_token_ids", self._raw(prompt, before))
-        if large:
-            wire_params = copy.copy(params)
-            for name in large:
-                raw = self._raw(getattr(params, name), before)
-                msgspec.structs.force_setattr(wire_params, name, raw)
-            msgspec.structs.force_setattr(wire, "params", wire_params)
-        return encode(wire)
-
-    def _raw(self, value: Any, before: dict[int, tuple[Any, msgspec.Raw]]) -> msgspec.Raw:
-        known = before.get(id(value))
-        # The entry keeps its value alive, so an ID stands for one value.
-        entry = (value, msgspec.Raw(_encoder.encode(value))) if known is None else known
-        self._last[id(value)] = entry
-        return entry[1]
-
-
-def _large_fields(params: SamplingParams) -> list[str]:
-    """Returns the names of fields that hold large collections."""
-    names: list[str] = []
-    if params.logit_bias is not None and len(params.logit_bias) >= MIN_SHARED:
-        names.append("logit_bias")
-    if params.allowed_token_ids is not None and len(params.allowed_token_ids) >= MIN_SHARED:
-        names.append("allowed_token_ids")
-    if len(params.bad_words_token_ids) >= MIN_SHARED:
-        names.append("bad_words_token_ids")
-    if params.grammar is not None:
-        names.append("grammar")
-    return names
 
 
 def decode_request(data: bytes) -> EngineRequest:

@@ -11,6 +11,7 @@ loop. The queues have no limit of their own: the admission limit of the front bo
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -23,11 +24,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from jaxserve.ipc.long_messages import SubmitEncoder, decode_event_in_parts
 from jaxserve.ipc.messages import (
     EngineEvent,
     EngineRequest,
     Submit,
-    SubmitEncoder,
     decode_event,
     decode_request,
     encode,
@@ -39,6 +40,9 @@ Message = TypeVar("Message")
 
 MAX_EVENTS = 64
 """The most events that one `EventReceiver.receive` returns."""
+
+MAX_BYTES_AT_ONCE = 1 << 17
+"""Longer events are decoded in parts. Decoding this many bytes takes 1 ms."""
 
 MAX_SOCKET_PATH = 107
 """The most bytes in the path of a Unix socket (``sun_path`` without its final zero)."""
@@ -105,13 +109,19 @@ class EventReceiver:
     async def receive(self) -> list[EngineEvent]:
         """Waits for an event, and returns all events that have arrived, at most `MAX_EVENTS`.
 
-        Logs and skips events that cannot be decoded.
+        Logs and skips events that cannot be decoded. Other tasks run while a long one is decoded.
         """
         messages = [await self._socket.recv()]
         with contextlib.suppress(zmq.Again):
             while len(messages) < MAX_EVENTS:
                 messages.append(self._without_waiting.recv(zmq.NOBLOCK))
-        events = [_decoded(decode_event, message) for message in messages]
+        events: list[EngineEvent | None] = []
+        for message in messages:
+            is_long = len(message) > MAX_BYTES_AT_ONCE
+            if is_long:
+                events.append(await _decoded_in_parts(message))
+            else:
+                events.append(_decoded(decode_event, message))
         return [event for event in events if event is not None]
 
     def close(self) -> None:
@@ -163,6 +173,20 @@ class EventSender:
     def close(self, *, linger_s: float) -> None:
         """Closes the socket. Events already queued have ``linger_s`` seconds to reach the front."""
         self._socket.close(linger=round(linger_s * 1000))
+
+
+async def _decoded_in_parts(data: bytes) -> EngineEvent | None:
+    """Does the same as `_decoded` for a long event, and lets other tasks run between its parts."""
+    parts = decode_event_in_parts(data)
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
+        except msgspec.MsgspecError:
+            logger.exception("dropped a message of %d bytes that cannot be decoded", len(data))
+            return None
+        await asyncio.sleep(0)
 
 
 def _decoded(decode: Callable[[bytes], Message], data: bytes) -> Message | None:

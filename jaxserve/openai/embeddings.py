@@ -8,7 +8,7 @@ import struct
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -22,6 +22,9 @@ from jaxserve.openai.prompt_list import completion_prompts, num_prompts
 from jaxserve.openai.prompts import encode_cut
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.json_size import size_of
+
+MAX_NUMBERS = 10_000
+"""A reply with more numbers than this is put together from JSON text."""
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -140,15 +143,21 @@ async def complete(job: EmbeddingJob) -> EmbeddingsReply:
     Raises:
       RequestFailedError: the request was aborted through `TextEngine.abort`.
     """
-    vectors: dict[int, list[float] | str] = {}
+    vectors: dict[int, list[float] | str | msgspec.Raw] = {}
+    encode = msgspec.json.Encoder().encode
     async with aclosing(job.deltas) as deltas:
         async for delta in deltas:
             if delta.embedding is None:
                 raise RequestFailedError("the request was aborted")
             vector = _unit(delta.embedding) if job.normalize else delta.embedding
-            vectors[delta.index] = _as_base64(vector) if job.as_base64 else vector
+            # As JSON text, one by one: all together they may take a second.
+            is_large = len(vector) * job.num_prompts > MAX_NUMBERS
+            if job.as_base64:
+                vectors[delta.index] = _as_base64(vector)
+            else:
+                vectors[delta.index] = msgspec.Raw(encode(vector)) if is_large else vector
     return EmbeddingsReply(
-        data=[Embedding(i, vectors[i]) for i in range(job.num_prompts)],
+        data=[Embedding(i, cast(str, vectors[i])) for i in range(job.num_prompts)],
         model=job.model,
         usage=EmbeddingUsage(job.num_prompt_tokens, job.num_prompt_tokens),
     )

@@ -26,6 +26,9 @@ from jaxserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
+MAX_SCORES_AS_OBJECTS = 5000
+"""Log probabilities beyond these become JSON text at once. Those before it take a millisecond."""
+
 
 @dataclass(slots=True)
 class UsageCount:
@@ -36,6 +39,7 @@ class UsageCount:
       n: completions of each prompt.
       num_completion_tokens: tokens of all completions so far.
       num_reasoning_tokens: generated tokens in think blocks; None: completions are not parsed.
+      num_scores: log probabilities in the deltas so far, roughly.
       cached_by_prompt: tokens from the prefix cache, by the index of a prompt's first completion.
     """
 
@@ -43,6 +47,7 @@ class UsageCount:
     n: int
     num_completion_tokens: int = 0
     num_reasoning_tokens: int | None = None
+    num_scores: int = 0
     cached_by_prompt: dict[int, int] = field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
@@ -156,7 +161,14 @@ class Job:
         """Returns ``work(delta)``. A thread runs it if the delta has many log probabilities."""
         if delta.logprobs is None and delta.prompt_logprobs is None:
             return work(delta)
-        return await self.text_engine.build(lambda: work(delta), size=_num_scores(delta))
+        num_scores = _num_scores(delta)
+        self.usage.num_scores += num_scores
+        return await self.text_engine.build(lambda: work(delta), size=num_scores)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the next log probabilities are shown as JSON text (`logprobs.as_entry`)."""
+        return self.usage.num_scores > MAX_SCORES_AS_OBJECTS
 
 
 def _num_scores(delta: Delta) -> int:

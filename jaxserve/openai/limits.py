@@ -15,7 +15,7 @@ own copy in the engine, at about 50 bytes for an ID."""
 MAX_REPEATED_IDS = 2**22
 """The most prompt tokens that a reply repeats, as text or as IDs."""
 
-MAX_PROMPT_SCORES = 2**20
+MAX_PROMPT_SCORES = 2**19
 """The most log probabilities of prompt tokens in a reply."""
 
 MAX_COUNTED_LOGPROBS = 20

@@ -8,7 +8,6 @@ import asyncio
 import gc
 import http.client
 import json
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -123,7 +122,10 @@ def bias(count: int) -> dict[str, int]:
 LONG_SCHEMA = {"properties": {f"p{i}": {"type": "string", "maxLength": i + 1} for i in range(5000)}}
 TOOL = {"name": "f", "description": "d" * 15_000, "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": TOOL | {"name": f"f{i}"}} for i in range(500)]
-EMPTY = [[] for _ in range(200_000)]
+EMPTY = [[] for _ in range(180_000)]
+"""About as many values as a body may have: 11 bytes of its structure each."""
+
+ARGUMENTS = json.dumps([[]] * 130_000)
 CASES = {
     "long text": completion(prompt="word " * (BODY // 5)),
     "digits": completion(prompt="7" * BODY),
@@ -144,9 +146,9 @@ CASES = {
         prompt=["x"] * 8, n=128, stop=["z" * 996 + f"{i:03}" for i in range(64)]
     ),
     "echo with log probabilities": completion(
-        prompt=[ids(8000)] * 6, echo=True, logprobs=20, max_tokens=1
+        prompt=[ids(8000)] * 3, echo=True, logprobs=20, max_tokens=1
     ),
-    "prompt log probabilities": completion(prompt=ids(8000), prompt_logprobs=20, n=6),
+    "prompt log probabilities": completion(prompt=ids(8000), prompt_logprobs=20, n=3),
     "log probabilities": completion(prompt=["x"] * 8, n=32, logprobs=20, max_tokens=64),
     "log probabilities, stream": completion(n=64, logprobs=20, max_tokens=64, stream=True),
     "grammar": completion(guided_json=LONG_SCHEMA),
@@ -154,7 +156,7 @@ CASES = {
     "a deep unknown field": completion(unknown=EMPTY),
     "many messages": chat(messages=[{"role": "user", "content": "x" * 300}] * 10_000),
     "many parts": chat(
-        messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * 40_000}]
+        messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * 20_000}]
     ),
     "tools": chat(tools=TOOLS),
     "forced tools": chat(tools=TOOLS, tool_choice="required"),
@@ -164,13 +166,13 @@ CASES = {
             {
                 "role": "assistant",
                 "content": "",
-                "tool_calls": [{"function": {"name": "f", "arguments": json.dumps([[]] * 150_000)}}],
+                "tool_calls": [{"function": {"name": "f", "arguments": ARGUMENTS}}],
             }
         ]
     ),
     "chat log probabilities": chat(n=64, logprobs=True, top_logprobs=20, max_tokens=100),
     "chat prompt log probabilities": chat(
-        messages=[{"role": "user", "content": "hello " * 7000}], prompt_logprobs=20, n=6
+        messages=[{"role": "user", "content": "hello " * 7000}], prompt_logprobs=20, n=3
     ),
     "items": response(input=[{"role": "user", "content": "x" * 300}] * 10_000),
     "metadata": response(metadata={"a": EMPTY}),
@@ -181,7 +183,8 @@ CASES = {
     "embeddings in base64": post(
         "/v1/embeddings", input=["hello"] * 1024, encoding_format="base64"
     ),
-    "tokenize": post("/tokenize", prompt="hello wörld " * (BODY // 14)),
+    "tokenize": post("/tokenize", prompt="hello world " * (BODY // 12)),
+    "tokenize digits": post("/tokenize", prompt="7" * (CONTEXT * 300)),
     "tokenize what fits": post(
         "/tokenize", prompt="hello " * (4 * CONTEXT - 10), return_token_strs=True
     ),
@@ -229,7 +232,7 @@ def test_no_request_stops_the_server(server, interpreter, name) -> None:
     value = make()
     body = None if value is None else json.dumps(value, separators=(",", ":")).encode()
     found = []
-    for _ in range(4):
+    for _ in range(6):
         status, standstill = longest_standstill(server, interpreter, method, path, body)
         assert status in (200, 400, 413), (status, name)
         found.append(standstill)

@@ -9,7 +9,7 @@ from collections import OrderedDict
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.front.work_pool import Caller, WorkPool
+from jaxserve.front.work_pool import SIZE_PER_S, Caller, WorkPool
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output.worker import GrammarWorker, TooMuchWorkError
 from jaxserve.text.tokenizer import Tokenizer
@@ -19,17 +19,21 @@ logger = logging.getLogger(__name__)
 QUICK_TIME_S = 0.1
 """Processor time for the first check of a grammar. Most take a tenth of it."""
 
-MAX_WAITING = 256
-"""The most grammars that wait for their first check."""
+LINE_SHARE = 4
+"""One in so many of the completions in flight may wait for the first check of its grammar."""
 
-MAX_WAITING_LONG = 8
-"""The most grammars that wait for a long check, which may take `worker.CHECK_TIME_S`."""
+LONG_LINE_SHARE = 32
+"""The same for a long check, which may take `worker.CHECK_TIME_S`."""
 
 NUM_KEPT = 256
 """Number of valid grammars in the cache, and of refused ones: clients send the same ones again."""
 
-SIZE_PER_CHAR = 256
-"""The size of a character of a grammar in the line: much more work than one of a text."""
+SIZE_PER_CHAR = SIZE_PER_S // 64
+"""The size of a character of a grammar in the line: a grammar of a few characters overtakes one of
+2000 that has waited for up to half a minute."""
+
+MAX_SIZE = 64 * SIZE_PER_S
+"""Longer grammars wait no longer than those of this size."""
 
 
 class GrammarChecks:
@@ -42,13 +46,18 @@ class GrammarChecks:
     Args:
       tokenizer: the tokenizer of the model.
       vocab_size: width of the logits.
+      max_in_flight: the most completions in flight.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, max_in_flight: int = 1024) -> None:
         self._quick_worker = GrammarWorker(tokenizer, vocab_size, time_s=QUICK_TIME_S)
         self._long_worker = GrammarWorker(tokenizer, vocab_size)
-        self._quick = WorkPool("checks of grammars", max_waiting=MAX_WAITING)
-        self._long = WorkPool("long checks of grammars", max_waiting=MAX_WAITING_LONG)
+        self._quick = WorkPool(
+            "checks of grammars", max_waiting=max(max_in_flight // LINE_SHARE, 1)
+        )
+        self._long = WorkPool(
+            "long checks of grammars", max_waiting=max(max_in_flight // LONG_LINE_SHARE, 1)
+        )
         self._valid = _Recent()
         self._refused = _Recent()
         self._not_quick = _Recent()
@@ -64,7 +73,7 @@ class GrammarChecks:
         key = hashlib.blake2b(msgspec.msgpack.encode(grammar), digest_size=16).digest()
         if self._is_known(key):
             return
-        size = SIZE_PER_CHAR * len(grammar.spec)
+        size = min(SIZE_PER_CHAR * len(grammar.spec), MAX_SIZE)
 
         def quick(_: Caller) -> None:
             if key not in self._valid:  # another request had the same grammar

@@ -71,7 +71,9 @@ class TextEngine:
             min(max_in_flight, MAX_TEXT_CALLS), unit="calls of /tokenize and /detokenize"
         )
         self.metrics = RequestMetrics(model.max_model_len)
-        self.grammars = GrammarChecks(model.tokenizer, model.vocab_size)
+        self.grammars = GrammarChecks(
+            model.tokenizer, model.vocab_size, max_in_flight=max_in_flight
+        )
         self.memory = FreedMemory()
         # A request waits in one line at a time, so the permits limit all of these lines.
         threads = min(os.cpu_count() or 1, 4)

@@ -73,7 +73,7 @@ class WorkPool:
         ends; `Caller.check` ends it early.
 
         Raises:
-          QueueFullError: too many wait already.
+          QueueFullError: too many wait, and this is the last in the line.
         """
         if self._num_running == self._num_threads:
             await self._turn(size)
@@ -82,20 +82,22 @@ class WorkPool:
         loop = asyncio.get_running_loop()
         caller, result = Caller(), loop.create_future()
 
-        def in_thread(result: asyncio.Future[T]) -> None:
+        def in_thread(to: list[asyncio.Future[T]]) -> None:
+            target = to.pop()
             value = error = None
             try:
                 value = work(caller)
             except BaseException as caught:
                 error = caught
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._ended, result, value, error)
-            # A result can be large. Nothing but the caller keeps it, not even a cycle of references
-            # as between the futures of `asyncio.wrap_future`.
-            value = error = None
+                loop.call_soon_threadsafe(self._ended, target, value, error)
+            # A result, or the request that an error refers to, can be large. Nothing but the caller
+            # may keep it: no cycle of references, as between the futures of `asyncio.wrap_future`
+            # or from an error through its frames, the future and back.
+            target = value = error = None
 
         try:
-            self._executor.submit(in_thread, result)
+            self._executor.submit(in_thread, [result])
         except BaseException:
             self._next()
             raise
@@ -117,23 +119,31 @@ class WorkPool:
 
     async def _turn(self, size: int) -> None:
         """Waits in the line. Afterwards the caller counts as running."""
-        if len(self._line) >= self._max_waiting:
-            raise QueueFullError(
-                f"{len(self._line)} requests wait for the same work ({self._name}); try again later"
-            )
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         entry = (loop.time() + size / SIZE_PER_S, next(self._order), turn)
         heapq.heappush(self._line, entry)
+        if len(self._line) > self._max_waiting:
+            self._refuse_last()
         try:
             await turn
         except asyncio.CancelledError:
             if entry in self._line:
                 self._line.remove(entry)
                 heapq.heapify(self._line)
-            else:  # its turn came at the same time
+            elif turn.cancelled() or turn.exception() is None:  # its turn came at the same time
                 self._next()
             raise
+
+    def _refuse_last(self) -> None:
+        """Removes the last in the line: large work, if smaller work has come later."""
+        last = max(self._line)
+        self._line.remove(last)
+        heapq.heapify(self._line)
+        error = QueueFullError(
+            f"{len(self._line)} requests wait for the same work ({self._name}); try again later"
+        )
+        last[2].set_exception(error)
 
     def _next(self) -> None:
         """Gives a thread that has become free to the first in the line."""

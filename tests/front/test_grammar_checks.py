@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError, QueueFullError
 from jaxserve.front import grammar_checks
-from jaxserve.front.grammar_checks import MAX_WAITING_LONG, NUM_KEPT, GrammarChecks
+from jaxserve.front.grammar_checks import LONG_LINE_SHARE, NUM_KEPT, GrammarChecks
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output import worker as grammar_worker
 from jaxserve.structured_output.worker import TooMuchWorkError
@@ -56,7 +56,10 @@ def workers(monkeypatch):
 
 @pytest.fixture
 def checks(workers):
-    return GrammarChecks(TOKENIZER, VOCAB)
+    return GrammarChecks(TOKENIZER, VOCAB, max_in_flight=8 * LONG_LINE_SHARE)
+
+
+MAX_WAITING_LONG = 8
 
 
 async def refusal(checks, spec: str) -> str:

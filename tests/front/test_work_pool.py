@@ -63,6 +63,23 @@ async def test_small_work_overtakes_large_work_that_has_not_waited_long(monkeypa
     assert held.begun == ["first", "small", "also small", "large", "larger"]
 
 
+async def test_a_full_line_refuses_its_last(monkeypatch) -> None:
+    """So large work, however much of it waits, never keeps small work out."""
+    monkeypatch.setattr(work_pool, "SIZE_PER_S", 1e-3)
+    pool, held = WorkPool("test", max_waiting=2), Held()
+    tasks = {}
+    for name, size in {"first": 0, "large": 5, "larger": 9, "small": 1}.items():
+        tasks[name] = asyncio.create_task(pool.run(held.work(name), size=size))
+        await asyncio.sleep(0)
+    with pytest.raises(QueueFullError):
+        await tasks.pop("larger")
+    with pytest.raises(QueueFullError):
+        await pool.run(held.work("as large"), size=9)
+    held.go.set()
+    await asyncio.gather(*tasks.values())
+    assert held.begun == ["first", "small", "large"]
+
+
 async def test_work_is_in_order_of_arrival_in_the_long_run(monkeypatch) -> None:
     monkeypatch.setattr(work_pool, "SIZE_PER_S", 1e12)  # waiting outweighs every size
     pool, held = WorkPool("test", max_waiting=9), Held()

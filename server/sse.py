@@ -34,6 +34,9 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
+PART_BYTES = 1 << 18
+"""The most bytes of a body that are sent at once."""
+
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
@@ -212,6 +215,9 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         disconnected.cancel()
         working.cancel()
         await asyncio.gather(working, disconnected, return_exceptions=True)
+        # An error refers to this frame. Without the tasks, which refer to the error, it is freed at
+        # once, and with it the request.
+        del working, disconnected
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -104,7 +104,7 @@ class Tally:
       complaints: what was wrong, at most a few.
       injuries: what was done to engines, and how often.
       longest_gap_s: the longest wait for the next event of a stream.
-      before, after: the state of the idle server once every kind of request had run, and at the end.
+      before, after: the state of the idle server after the warm-up, and at the end.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)

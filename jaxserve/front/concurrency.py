@@ -11,12 +11,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
+AT_ONCE = 8
+"""How many streams are started, stopped or read before the event loop does other work. Together
+they take at most a few milliseconds."""
+
 
 def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Yields the items of all streams as they arrive.
 
     Raises the first error of a stream. After an error, and when the generator is closed, closes
-    every stream.
+    every stream. Other tasks run in between, however many streams there are.
     """
     return streams[0] if len(streams) == 1 else _merged(streams)
 
@@ -35,10 +39,18 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
         else:
             await arrived.put(ended)
 
-    pumps = [asyncio.create_task(pump(stream)) for stream in streams]
+    pumps: list[asyncio.Task[None]] = []
     try:
+        for stream in streams:
+            pumps.append(asyncio.create_task(pump(stream)))
+            if len(pumps) % AT_ONCE == 0:
+                await asyncio.sleep(0)
         open_streams = len(pumps)
+        num_read = 0
         while open_streams:
+            num_read += 1
+            if num_read % AT_ONCE == 0:  # `get` does not wait if there is an item
+                await asyncio.sleep(0)
             item = await arrived.get()
             if item is ended:
                 open_streams -= 1
@@ -47,9 +59,20 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
             else:
                 yield item
     finally:
-        for task in pumps:
+        await _cancel(pumps)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancels tasks, a few at a time, and waits until they have ended."""
+    try:
+        for start in range(0, len(tasks), AT_ONCE):
+            some = tasks[start : start + AT_ONCE]
+            for task in some:
+                task.cancel()
+            await asyncio.gather(*some, return_exceptions=True)
+    finally:  # cancelled itself
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
 
 
 async def bounded_as_completed(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -18,6 +19,9 @@ from jaxserve.ipc.messages import FinishReason, RequestOutput, TokenLogprobs
 from jaxserve.parsing.events import Event
 from jaxserve.text.detokenizer import Detokenizer, NullDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
+
+MAX_DELTA_TOKENS = 256
+"""The most tokens of a delta. Turning them into text takes a few milliseconds at most."""
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
@@ -55,11 +59,24 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 async def stream_completion(
-    task: CompletionTask, engine: Engine, tokenizer: Tokenizer, metrics: RequestMetrics
+    task: CompletionTask,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    metrics: RequestMetrics,
+    *,
+    on_ended: Callable[[], None] | None = None,
 ) -> AsyncGenerator[Delta, None]:
     """Runs a completion and yields its deltas.
 
-    A stop string, an error or closing the generator aborts the completion in the engine.
+    A stop string, an error or closing the generator aborts the completion in the engine. An output
+    of many tokens, which a reader gets who has not read for a while, becomes several deltas.
+
+    Args:
+      task: the completion.
+      engine: runs it.
+      tokenizer: the tokenizer of the model.
+      metrics: counts its tokens and times.
+      on_ended: see `Engine.generate`.
 
     Raises:
       EngineDeadError: the engine died.
@@ -69,17 +86,23 @@ async def stream_completion(
     record, ended = task.record, "abort"
     delta = None
     try:
-        async with aclosing(engine.generate(task.submit)) as outputs:
+        async with aclosing(engine.generate(task.submit, on_ended=on_ended)) as outputs:
             async for output in outputs:
-                delta = _to_delta(task, output, detokenizer)
-                if output.scheduled_s:  # not of an abort on the side of the front
-                    record.num_cached_tokens = output.num_cached_tokens
-                    record.scheduled_s = output.scheduled_s
-                if delta.token_ids or delta.embedding is not None:
-                    metrics.tokens_arrived(record, len(delta.token_ids), time.monotonic())
-                if delta.finish_reason is not None:
-                    break
-                yield delta
+                for part in _parts(output):
+                    if part is not output:
+                        await asyncio.sleep(0)  # other tasks run between the parts
+                    delta = _to_delta(task, part, detokenizer)
+                    if part.scheduled_s:  # not of an abort on the side of the front
+                        record.num_cached_tokens = part.num_cached_tokens
+                        record.scheduled_s = part.scheduled_s
+                    if delta.token_ids or delta.embedding is not None:
+                        metrics.tokens_arrived(record, len(delta.token_ids), time.monotonic())
+                    if delta.finish_reason is not None:
+                        break
+                    yield delta
+                else:
+                    continue
+                break
         # Yielded after `generate` is closed: the client sees the end of a completion only when the
         # engine has released it.
         assert delta is not None, "the engine ended a request without an output"
@@ -91,6 +114,25 @@ async def stream_completion(
         raise
     finally:
         metrics.request_ended(record, ended, time.monotonic())
+
+
+def _parts(output: RequestOutput) -> Iterator[RequestOutput]:
+    """Yields an output in parts of at most `MAX_DELTA_TOKENS` tokens."""
+    ids, logprobs = output.token_ids, output.logprobs
+    if len(ids) <= MAX_DELTA_TOKENS:
+        yield output
+        return
+    for start in range(0, len(ids), MAX_DELTA_TOKENS):
+        end = start + MAX_DELTA_TOKENS
+        is_last = end >= len(ids)
+        yield msgspec.structs.replace(
+            output,
+            token_ids=ids[start:end],
+            logprobs=None if logprobs is None else logprobs[start:end],
+            finish_reason=output.finish_reason if is_last else None,
+            stop_reason=output.stop_reason if is_last else None,
+            prompt_logprobs=output.prompt_logprobs if start == 0 else None,
+        )
 
 
 def _detokenizer(

@@ -21,6 +21,9 @@ from jaxserve.ipc.parameters import checked_arguments
 from jaxserve.parsing.parser import MessageParser
 from jaxserve.sampling_params import INT64, SamplingParams, check_ids
 
+SIZE_OF_COMPLETION = 50
+"""The work for a completion, in token IDs that are checked in the same time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
@@ -56,6 +59,14 @@ class GenerateRequest:
     def num_completions(self) -> int:
         """The number of completions that the request asks for, over all prompts."""
         return len(self.prompts) * self.params.n
+
+    @property
+    def size(self) -> int:
+        """The work of checking it: all token IDs, and something for each completion."""
+        params = self.params
+        ids = [*map(len, self.prompts), *map(len, params.bad_words_token_ids)]
+        ids += [len(params.logit_bias or ()), len(params.allowed_token_ids or ())]
+        return sum(ids) + SIZE_OF_COMPLETION * self.num_completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +116,23 @@ def resolve(
             params.extra_args, ready.parameters, ready.vocab_size, field="extra_args"
         ),
     )
+    shared = _engine_params(normalised, model)
     base = f"{request.request_id}-{uuid.uuid4().hex[:12]}"
     tasks: list[CompletionTask] = []
     for i, prompt_ids in enumerate(request.prompts):
         _check_prompt(request, i, model)
         max_tokens = _max_tokens(request, len(prompt_ids), model)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must be at most max_tokens ({max_tokens}), got {params.min_tokens}",
+                param="min_tokens",
+            )
         for sample in range(params.n):
             index = len(tasks)
             submit = Submit(
                 f"{base}-{index}",
                 prompt_ids,
-                _engine_params(normalised, sample, max_tokens, model),
+                shared.for_completion(_seed(params, sample), max_tokens),
                 eos_token_id=None if params.ignore_eos else model.tokenizer.eos_token_id,
                 priority=request.priority,
                 arrival_s=arrival_s,
@@ -162,18 +179,15 @@ def _max_tokens(request: GenerateRequest, num_prompt_tokens: int, model: ServedM
     return length
 
 
-def _engine_params(
-    params: SamplingParams, sample: int, max_tokens: int, model: ServedModel
-) -> SamplingParams:
-    """Returns the parameters of one completion for the engine, with a signed 64-bit seed."""
+def _seed(params: SamplingParams, sample: int) -> int:
+    """Returns the seed of one completion, with 64 bits and a sign."""
     seed = random.getrandbits(63) if params.seed is None else params.seed + sample
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _engine_params(params: SamplingParams, model: ServedModel) -> SamplingParams:
+    """Returns the parameters that all completions of a request share in the engine."""
     stop_ids = params.stop_token_ids
     if model.extra_end_ids and not params.ignore_eos:
         stop_ids = tuple(dict.fromkeys(stop_ids + model.extra_end_ids))
-    return params.with_valid(
-        n=1,
-        seed=(seed + 2**63) % 2**64 - 2**63,
-        max_tokens=max_tokens,
-        stop=(),
-        stop_token_ids=stop_ids,
-    )
+    return params.with_valid(n=1, stop=(), stop_token_ids=stop_ids)

@@ -240,6 +240,7 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True, g
 EngineRequest = Submit | Abort | Shutdown
 EngineEvent = Progress | Ready | StepOutputs | EngineFailed
 
+
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(EngineRequest)
 _event_decoder = msgspec.msgpack.Decoder(EngineEvent)

@@ -11,6 +11,7 @@ loop. The queues have no limit of their own: the admission limit of the front bo
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import logging
@@ -23,10 +24,12 @@ import zmq
 import zmq.asyncio
 
 from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.ipc.long_messages import SubmitEncoder, decode_event_in_parts
 from jaxserve.ipc.messages import (
     BadSubmit,
     EngineEvent,
     EngineRequest,
+    Submit,
     decode_event,
     decode_request,
     encode,
@@ -39,6 +42,8 @@ MAX_EVENTS = 64
 
 FOLDER_PREFIX = "jaxserve-f-"
 """The beginning of the names of socket folders. It is short, as the path of a socket must be."""
+MAX_BYTES_AT_ONCE = 1 << 17
+"""Longer events are decoded in parts. Decoding this many bytes takes 1 ms."""
 
 MAX_SOCKET_PATH = 107
 """The most bytes in the path of a Unix socket (``sun_path`` without its final zero)."""
@@ -141,10 +146,12 @@ class RequestSender:
         self._socket = zmq.Socket(context, zmq.PUSH)  # a plain socket: sending never waits
         self._socket.set_hwm(0)
         self._socket.connect(address)
+        self._encoder = SubmitEncoder()
 
     def send(self, request: EngineRequest) -> None:
         """Queues a request. Never waits for the engine."""
-        self._socket.send(encode(request))
+        is_submit = isinstance(request, Submit)
+        self._socket.send(self._encoder.encode(request) if is_submit else encode(request))
 
     def close(self) -> None:
         """Closes the socket and drops requests that the engine has not received. Idempotent."""
@@ -163,13 +170,19 @@ class EventReceiver:
     async def receive(self) -> list[EngineEvent]:
         """Waits for an event, and returns all events that have arrived, at most `MAX_EVENTS`.
 
-        Logs and skips events that cannot be decoded.
+        Logs and skips events that cannot be decoded. Other tasks run while a long one is decoded.
         """
         messages = [await self._socket.recv()]
         with contextlib.suppress(zmq.Again):
             while len(messages) < MAX_EVENTS:
                 messages.append(self._without_waiting.recv(zmq.NOBLOCK))
-        events = [_event(message) for message in messages]
+        events: list[EngineEvent | None] = []
+        for message in messages:
+            is_long = len(message) > MAX_BYTES_AT_ONCE
+            if is_long:
+                events.append(await _decoded_in_parts(message))
+            else:
+                events.append(_event(message))
         return [event for event in events if event is not None]
 
     def close(self) -> None:
@@ -221,6 +234,20 @@ class EventSender:
     def close(self, *, linger_s: float) -> None:
         """Closes the socket. Events already queued have ``linger_s`` seconds to reach the front."""
         self._socket.close(linger=round(linger_s * 1000))
+
+
+async def _decoded_in_parts(data: bytes) -> EngineEvent | None:
+    """Does the same as `_event` for a long event, and lets other tasks run between its parts."""
+    parts = decode_event_in_parts(data)
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
+        except _BAD_MESSAGE:
+            _log_bad(data)
+            return None
+        await asyncio.sleep(0)
 
 
 # Structs check themselves when they are decoded.

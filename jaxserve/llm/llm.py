@@ -237,8 +237,8 @@ class LLM:
     async def _render(
         self, requests: list[ChatRequest], tools: list[Mapping[str, Any]]
     ) -> list[Encoded]:
-        model = self._text_engine.model
-        texts = [await render_prompt(model, request, tools=tools) for request in requests]
+        engine = self._text_engine
+        texts = [await render_prompt(engine, request, tools=tools) for request in requests]
         # The template writes the special tokens itself.
         ids = await self._text_engine.encode_batch(texts, add_special_tokens=False)
         return list(zip(texts, ids, strict=True))

@@ -189,7 +189,7 @@ async def _print_answer(text_engine: TextEngine, prompt: str, args: argparse.Nam
         ids = await text_engine.encode(prompt)
     else:
         messages = [{"role": "user", "content": prompt}]
-        text = await render_prompt(text_engine.model, ChatRequest(messages=messages))
+        text = await render_prompt(text_engine, ChatRequest(messages=messages))
         # The template writes the special tokens itself.
         ids = await text_engine.encode(text, add_special_tokens=False)
     given = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed")}

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 
+from jaxserve.front.admission import Permit
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ServedModel
-from jaxserve.front.text_engine import TextEngine
+from jaxserve.front.text_engine import MEASURED_SIZE, TextEngine
 from jaxserve.openai.chat_message import MessageBuilder, MessageForm
 from jaxserve.openai.content import content_text
 from jaxserve.openai.job import Job, new_id
+from jaxserve.openai.limits import check_ids_in_flight, check_repeated_prompts
 from jaxserve.openai.logprobs import chat_logprobs, prompt_logprobs
-from jaxserve.openai.params import chat_params, check_fields, encode_bad_words, length_field
+from jaxserve.openai.params import (
+    chat_params,
+    check_fields,
+    encode_bad_words,
+    length_field,
+    num_completions,
+)
 from jaxserve.openai.prompts import encode_prompts, render_prompt
 from jaxserve.openai.protocol import (
     ChatChoice,
@@ -26,11 +35,14 @@ from jaxserve.openai.protocol import (
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
+    ChatTokenLogprob,
+    PromptLogprobs,
 )
 from jaxserve.openai.structured_output import read_grammar, with_structural_tag
 from jaxserve.openai.tools import ToolUse, call_id_maker, make_parser, read_tools
 from jaxserve.parsing.parser import MessageParser
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.text.json_size import size_of
 
 
 async def prepare(text_engine: TextEngine, body: ChatRequest, *, request_id: str = "") -> Job:
@@ -39,21 +51,34 @@ async def prepare(text_engine: TextEngine, body: ChatRequest, *, request_id: str
     Raises:
       InvalidRequestError, UnknownModelError, QueueFullError: the request will not be served.
     """
-    model = text_engine.model
-    model.check_name(body.model)
+    text_engine.model.check_name(body.model)
     check_fields(body)
-    use = read_tools(body, model)
+    n = num_completions(body)
+    with text_engine.admit(1, n, param="messages") as permit:
+        check_ids_in_flight(body, n)
+        return await prepare_admitted(text_engine, body, permit, request_id=request_id)
+
+
+async def prepare_admitted(
+    text_engine: TextEngine, body: ChatRequest, permit: Permit, *, request_id: str
+) -> Job:
+    """Does the work of `prepare` for a request that has been admitted."""
+    model, size = text_engine.model, size_of(body, MEASURED_SIZE)
+    use = await text_engine.build(lambda: read_tools(body, model), size=size)
     bad_words = await encode_bad_words(text_engine, body.bad_words)
-    grammar = await read_grammar(text_engine, body, use)
-    text = await render_prompt(model, _with_effort(body), tools=use.definitions)
+    grammar = await read_grammar(text_engine, body, use, size=size)
+    text = await render_prompt(text_engine, _with_effort(body), tools=use.definitions)
     # The tags of some formats are special tokens, which the parser has to see.
     think_tags_are_special = model.reasoning_parser is not None and model.hides_think_tags
-    params = chat_params(
-        body,
-        model,
-        grammar=with_structural_tag(grammar, model, use, text),
-        bad_words=bad_words,
-        show_special_tokens=bool(use.definitions) or think_tags_are_special,
+    params = await text_engine.build(
+        lambda: chat_params(
+            body,
+            model,
+            grammar=with_structural_tag(grammar, model, use, text),
+            bad_words=bad_words,
+            show_special_tokens=bool(use.definitions) or think_tags_are_special,
+        ),
+        size=size,
     )
     # The template writes the special tokens itself, so none are added unless the request asks.
     prompts = await encode_prompts(
@@ -63,6 +88,7 @@ async def prepare(text_engine: TextEngine, body: ChatRequest, *, request_id: str
         add_special_tokens=bool(body.add_special_tokens),
         param="messages",
     )
+    check_repeated_prompts(body, prompts, params)
     form = MessageForm(
         _parsers(model, params, use, text),
         call_id_maker(model),
@@ -80,10 +106,10 @@ async def prepare(text_engine: TextEngine, body: ChatRequest, *, request_id: str
         parsers=form.parsers,
     )
     return Job.of(
-        model,
+        text_engine,
         body,
         request,
-        text_engine.generate(request),
+        await text_engine.start(request, permit),
         job_id=new_id("chatcmpl", request_id),
         echo=_echo(body),
         form=form,
@@ -140,12 +166,9 @@ async def complete(job: Job) -> ChatCompletion:
                 messages[delta.index].add(piece)
             token_ids[delta.index] += delta.token_ids
             if choice.logprobs is not None and delta.logprobs:
-                more = chat_logprobs(job.tokenizer, job.token_name, delta.logprobs)
-                choice.logprobs.content += more.content
+                choice.logprobs.content += await job.build(_logprobs(job), delta)
             if job.num_prompt_logprobs is not None and delta.prompt_logprobs is not None:
-                reply.prompt_logprobs = prompt_logprobs(
-                    job.tokenizer, delta.prompt_logprobs, job.num_prompt_logprobs
-                )
+                reply.prompt_logprobs = await job.build(_prompt_logprobs(job), delta)
             choice.finish_reason = job.form.finish_reason(delta)
             choice.stop_reason = delta.stop_reason
     for choice, message, ids in zip(choices, messages, token_ids, strict=True):
@@ -156,6 +179,21 @@ async def complete(job: Job) -> ChatCompletion:
         reply.prompt_token_ids = job.prompts[0]
     reply.usage = job.usage.usage()
     return reply
+
+
+def _logprobs(job: Job) -> Callable[[Delta], list[ChatTokenLogprob]]:
+    return lambda delta: (
+        chat_logprobs(
+            job.tokenizer, job.token_name, delta.logprobs or (), as_json=job.is_large
+        ).content
+    )
+
+
+def _prompt_logprobs(job: Job) -> Callable[[Delta], PromptLogprobs]:
+    count = job.num_prompt_logprobs
+    return lambda delta: prompt_logprobs(
+        job.tokenizer, delta.prompt_logprobs or (), count or 0, as_json=job.is_large
+    )
 
 
 async def stream(job: Job) -> AsyncGenerator[ChatChunk, None]:
@@ -170,7 +208,7 @@ async def stream(job: Job) -> AsyncGenerator[ChatChunk, None]:
                     echoed = ChatChunkChoice(delta.index, ChatDelta(content=text))
                     yield _chunk(job, [echoed], job.continuous_usage)
             job.usage.add(delta)
-            for choice in _pieces(job, delta):
+            for choice in await job.build(partial(_pieces, job), delta):
                 yield _chunk(job, [choice], job.continuous_usage)
     if job.include_usage:
         yield _chunk(job, [], True)
@@ -188,7 +226,9 @@ def _pieces(job: Job, delta: Delta) -> list[ChatChunkChoice]:
         pieces = [ChatDelta()]
     choices = [ChatChunkChoice(delta.index, piece) for piece in pieces]
     if delta.logprobs:
-        choices[0].logprobs = chat_logprobs(job.tokenizer, job.token_name, delta.logprobs)
+        choices[0].logprobs = chat_logprobs(
+            job.tokenizer, job.token_name, delta.logprobs, as_json=job.is_large
+        )
     if job.with_token_ids:
         choices[0].token_ids = delta.token_ids
     choices[-1].finish_reason = job.form.finish_reason(delta)

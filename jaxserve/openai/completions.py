@@ -7,22 +7,27 @@ from contextlib import aclosing
 
 import msgspec
 
+from jaxserve.front.admission import Permit
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ServedModel
-from jaxserve.front.text_engine import TextEngine
+from jaxserve.front.text_engine import MEASURED_SIZE, TextEngine
 from jaxserve.openai.job import Job, new_id
+from jaxserve.openai.limits import check_ids_in_flight, check_repeated_prompts
 from jaxserve.openai.logprobs import CompletionScores, extend, prompt_logprobs
 from jaxserve.openai.params import (
     check_fields,
     completion_params,
     encode_bad_words,
     length_field,
+    num_completions,
     requested_tokens,
 )
-from jaxserve.openai.prompts import Prompt, completion_prompts, encode_prompts
+from jaxserve.openai.prompt_list import Prompt, completion_prompts, num_prompts
+from jaxserve.openai.prompts import encode_prompts
 from jaxserve.openai.protocol import Completion, CompletionChoice, CompletionRequest
 from jaxserve.openai.structured_output import read_grammar
+from jaxserve.text.json_size import size_of
 
 DEFAULT_MAX_TOKENS = 16
 """Length of a completion when the request names none, as in the OpenAI API."""
@@ -34,17 +39,31 @@ async def prepare(text_engine: TextEngine, body: CompletionRequest, *, request_i
     Raises:
       InvalidRequestError, UnknownModelError, QueueFullError: the request will not be served.
     """
-    model = text_engine.model
-    model.check_name(body.model)
+    text_engine.model.check_name(body.model)
     check_fields(body)
+    n = num_completions(body)
+    num = num_prompts(body.prompt)
+    with text_engine.admit(num, n) as permit:
+        check_ids_in_flight(body, num * n)
+        return await _prepare(text_engine, body, permit, request_id)
+
+
+async def _prepare(
+    text_engine: TextEngine, body: CompletionRequest, permit: Permit, request_id: str
+) -> Job:
+    """Does the work of `prepare` for a request that has been admitted."""
+    model, size = text_engine.model, size_of(body, MEASURED_SIZE)
     bad_words = await encode_bad_words(text_engine, body.bad_words)
-    grammar = await read_grammar(text_engine, body)
-    params = completion_params(body, model, grammar=grammar, bad_words=bad_words)
-    given = completion_prompts(body.prompt)
+    grammar = await read_grammar(text_engine, body, size=size)
+    params = await text_engine.build(
+        lambda: completion_params(body, model, grammar=grammar, bad_words=bad_words), size=size
+    )
+    given = await text_engine.build(lambda: completion_prompts(body.prompt), size=size)
     adds_special = body.add_special_tokens is not False
     prompts = await encode_prompts(
         text_engine, given, body, add_special_tokens=adds_special, param="prompt"
     )
+    check_repeated_prompts(body, prompts, params, echo=bool(body.echo))
     request = GenerateRequest(
         prompts=prompts,
         params=params,
@@ -54,15 +73,18 @@ async def prepare(text_engine: TextEngine, body: CompletionRequest, *, request_i
         default_max_tokens=DEFAULT_MAX_TOKENS,
         length_field=length_field(body),
     )
-    deltas = text_engine.generate(request)
+    deltas = await text_engine.start(request, permit)
     if requested_tokens(body) == 0:
         deltas = _prompt_only(deltas)
     echo: tuple[str, ...] = ()
     if body.echo:
         is_cut = body.truncate_prompt_tokens is not None
         shown: list[Prompt] = list(prompts) if is_cut else given
-        echo = tuple(_echo(model, prompt) for prompt in shown)
-    return Job.of(model, body, request, deltas, job_id=new_id("cmpl", request_id), echo=echo)
+        echo = await text_engine.build(
+            lambda: tuple(_echo(model, prompt) for prompt in shown), size=sum(map(len, shown))
+        )
+    job_id = new_id("cmpl", request_id)
+    return Job.of(text_engine, body, request, deltas, job_id=job_id, echo=echo)
 
 
 def _echo(model: ServedModel, prompt: Prompt) -> str:
@@ -89,7 +111,8 @@ async def complete(job: Job) -> Completion:
     async with aclosing(job.deltas) as deltas:
         async for delta in deltas:
             job.usage.add(delta)
-            piece, choice = pieces.choice(delta), choices[delta.index]
+            piece = await job.build(pieces.choice, delta)
+            choice = choices[delta.index]
             texts[delta.index].append(piece.text)
             if choice is None:
                 choices[delta.index] = piece
@@ -117,7 +140,7 @@ async def stream(job: Job) -> AsyncGenerator[Completion, None]:
     async with aclosing(job.deltas) as deltas:
         async for delta in deltas:
             job.usage.add(delta)
-            choice = pieces.choice(delta)
+            choice = await job.build(pieces.choice, delta)
             has_scores = choice.logprobs is not None and choice.logprobs.tokens
             has_ids = job.with_token_ids and delta.token_ids
             if choice.text or choice.finish_reason is not None or has_scores or has_ids:
@@ -146,6 +169,8 @@ class _Pieces:
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
+        if self._scores:
+            self._scores[delta.index].as_json = self._job.is_large
         if delta.index not in self._started:
             self._started.add(delta.index)
             self._begin(choice, delta)
@@ -173,7 +198,7 @@ class _Pieces:
             choice.prompt_token_ids = prompt
         if job.num_prompt_logprobs is not None and of_prompt is not None:
             choice.prompt_logprobs = prompt_logprobs(
-                job.tokenizer, of_prompt, job.num_prompt_logprobs
+                job.tokenizer, of_prompt, job.num_prompt_logprobs, as_json=job.is_large
             )
 
 

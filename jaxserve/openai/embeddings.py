@@ -8,17 +8,23 @@ import struct
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
 from jaxserve.errors import InvalidRequestError, RequestFailedError
+from jaxserve.front.admission import Permit
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
-from jaxserve.front.text_engine import TextEngine
+from jaxserve.front.text_engine import MEASURED_SIZE, TextEngine
 from jaxserve.openai.params import check_prompt_fields
-from jaxserve.openai.prompts import completion_prompts, encode_cut
+from jaxserve.openai.prompt_list import completion_prompts, num_prompts
+from jaxserve.openai.prompts import encode_cut
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.text.json_size import size_of
+
+MAX_NUMBERS = 10_000
+"""A reply with more numbers than this is put together from JSON text."""
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -95,9 +101,18 @@ async def prepare(
             f"dimensions must be {width}, the width of this model, got {body.dimensions}",
             param="dimensions",
         )
+    with text_engine.admit(num_prompts(body.input, param="input"), 1, param="input") as permit:
+        return await _prepare(text_engine, body, permit, request_id)
+
+
+async def _prepare(
+    text_engine: TextEngine, body: EmbeddingRequest, permit: Permit, request_id: str
+) -> EmbeddingJob:
+    """Does the work of `prepare` for a request that has been admitted."""
+    model, size = text_engine.model, size_of(body, MEASURED_SIZE)
     prompts = await encode_cut(
         text_engine,
-        completion_prompts(body.input, param="input"),
+        await text_engine.build(lambda: completion_prompts(body.input, param="input"), size=size),
         body.truncate_prompt_tokens,
         room=0,
         add_special_tokens=body.add_special_tokens is not False,
@@ -114,7 +129,7 @@ async def prepare(
     )
     return EmbeddingJob(
         model=body.model or model.name,
-        deltas=text_engine.generate(request),
+        deltas=await text_engine.start(request, permit),
         num_prompts=len(prompts),
         num_prompt_tokens=sum(map(len, prompts)),
         as_base64=body.encoding_format == "base64",
@@ -128,15 +143,21 @@ async def complete(job: EmbeddingJob) -> EmbeddingsReply:
     Raises:
       RequestFailedError: the request was aborted through `TextEngine.abort`.
     """
-    vectors: dict[int, list[float] | str] = {}
+    vectors: dict[int, list[float] | str | msgspec.Raw] = {}
+    encode = msgspec.json.Encoder().encode
     async with aclosing(job.deltas) as deltas:
         async for delta in deltas:
             if delta.embedding is None:
                 raise RequestFailedError("the request was aborted")
             vector = _unit(delta.embedding) if job.normalize else delta.embedding
-            vectors[delta.index] = _as_base64(vector) if job.as_base64 else vector
+            # As JSON text, one by one: all together they may take a second.
+            is_large = len(vector) * job.num_prompts > MAX_NUMBERS
+            if job.as_base64:
+                vectors[delta.index] = _as_base64(vector)
+            else:
+                vectors[delta.index] = msgspec.Raw(encode(vector)) if is_large else vector
     return EmbeddingsReply(
-        data=[Embedding(i, vectors[i]) for i in range(job.num_prompts)],
+        data=[Embedding(i, cast(str, vectors[i])) for i in range(job.num_prompts)],
         model=job.model,
         usage=EmbeddingUsage(job.num_prompt_tokens, job.num_prompt_tokens),
     )

@@ -34,7 +34,7 @@ def encode_pieces(value: Any, *, max_depth: int = MAX_DEPTH) -> Iterator[bytes]:
     """Yields the JSON of a struct, list, dict or scalar in pieces: one if it is small.
 
     The joined pieces are what ``msgspec.json.encode`` returns. A piece never ends inside a
-    character. What is nested more than ``max_depth`` deep is never cut.
+    character, except in a `msgspec.Raw`. What is nested more than ``max_depth`` deep is never cut.
     """
     if max_depth == 0 or fits(value):
         yield _encode(value)
@@ -48,6 +48,10 @@ def encode_pieces(value: Any, *, max_depth: int = MAX_DEPTH) -> Iterator[bytes]:
         yield b"["
         yield from _list_pieces(value, max_depth - 1)
         yield b"]"
+    elif isinstance(value, msgspec.Raw):
+        data = bytes(value)
+        step = PIECE_VALUES * CHARS_PER_VALUE
+        yield from (data[start : start + step] for start in range(0, len(data), step))
     elif isinstance(value, dict):
         yield b"{"
         yield from _dict_pieces(value, max_depth - 1)
@@ -72,6 +76,8 @@ def _room_after(value: Any, room: int) -> int:
             continue
         if kind is str:
             room -= len(value) // CHARS_PER_VALUE
+        elif kind is msgspec.Raw:
+            room -= len(bytes(value)) // CHARS_PER_VALUE
         elif kind is list:
             is_numbers = value and type(value[0]) in _NUMBERS and type(value[-1]) in _NUMBERS
             if is_numbers or len(value) > room:

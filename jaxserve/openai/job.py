@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from msgspec import UNSET
 
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
-from jaxserve.front.served_model import ServedModel
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.chat_message import PLAIN, MessageForm
 from jaxserve.openai.logprobs import TokenName, token_names
 from jaxserve.openai.protocol import (
@@ -23,6 +24,11 @@ from jaxserve.openai.protocol import (
 from jaxserve.sampling_params import ALL_LOGPROBS, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
+MAX_SCORES_AS_OBJECTS = 5000
+"""Log probabilities beyond these become JSON text at once. Those before it take a millisecond."""
+
 
 @dataclass(slots=True)
 class UsageCount:
@@ -33,6 +39,7 @@ class UsageCount:
       n: completions of each prompt.
       num_completion_tokens: tokens of all completions so far.
       num_reasoning_tokens: generated tokens in think blocks; None: completions are not parsed.
+      num_scores: log probabilities in the deltas so far, roughly.
       cached_by_prompt: tokens from the prefix cache, by the index of a prompt's first completion.
     """
 
@@ -40,6 +47,7 @@ class UsageCount:
     n: int
     num_completion_tokens: int = 0
     num_reasoning_tokens: int | None = None
+    num_scores: int = 0
     cached_by_prompt: dict[int, int] = field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
@@ -82,6 +90,7 @@ class Job:
       with_token_ids: show the IDs of prompts and completions too.
       include_usage: end a stream with a chunk that has the usage.
       continuous_usage: show the usage in every chunk of a stream.
+      text_engine: runs the building of large parts of the reply.
       echo: for each prompt, the text to show before its completions; empty: none.
       form: turns deltas into the pieces of a chat message.
     """
@@ -102,13 +111,14 @@ class Job:
     with_token_ids: bool
     include_usage: bool
     continuous_usage: bool
+    text_engine: TextEngine
     echo: tuple[str, ...] = ()
     form: MessageForm = PLAIN
 
     @classmethod
     def of(
         cls,
-        model: ServedModel,
+        text_engine: TextEngine,
         body: GenerationRequest,
         request: GenerateRequest,
         deltas: AsyncGenerator[Delta, None],
@@ -118,6 +128,7 @@ class Job:
         form: MessageForm = PLAIN,
     ) -> Job:
         """Returns the job of an accepted request; iterating over ``deltas`` runs it."""
+        model = text_engine.model
         options, params, prompts = body.stream_options, request.params, request.prompts
         include_usage = bool(options and options.include_usage)
         as_ids = bool(body.return_tokens_as_token_ids)
@@ -141,9 +152,30 @@ class Job:
             with_token_ids=bool(body.return_token_ids),
             include_usage=include_usage,
             continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
+            text_engine=text_engine,
             echo=echo,
             form=form,
         )
+
+    async def build(self, work: Callable[[Delta], T], delta: Delta) -> T:
+        """Returns ``work(delta)``. A thread runs it if the delta has many log probabilities."""
+        if delta.logprobs is None and delta.prompt_logprobs is None:
+            return work(delta)
+        num_scores = _num_scores(delta)
+        self.usage.num_scores += num_scores
+        return await self.text_engine.build(lambda: work(delta), size=num_scores)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the next log probabilities are shown as JSON text (`logprobs.as_entry`)."""
+        return self.usage.num_scores > MAX_SCORES_AS_OBJECTS
+
+
+def _num_scores(delta: Delta) -> int:
+    """Returns how many log probabilities a delta has, roughly: all positions have equally many."""
+    of_text, of_prompt = delta.logprobs or (), delta.prompt_logprobs or ()
+    some = [entry for entry in (*of_text[:1], *of_prompt[1:2]) if entry is not None]
+    return (len(of_text) + len(of_prompt)) * max([len(e.token_ids) for e in some], default=1)
 
 
 def new_id(prefix: str, request_id: str = "") -> str:

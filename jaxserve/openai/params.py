@@ -16,6 +16,7 @@ from jaxserve.ipc.parameters import checked_arguments
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from jaxserve.sampling_params import (
     MAX_BAD_WORDS,
+    MAX_N,
     Grammar,
     SamplingParams,
     check_ids,
@@ -26,6 +27,9 @@ MAX_STOP_CHARS = 1000
 """Longest stop string: each may be searched for at every token."""
 
 MAX_SALT_CHARS = 1000
+
+MAX_TEXT_TOKENS = 2**20
+"""The most tokens of any text that is encoded, whatever the context."""
 
 MAX_BAD_WORD_CHARS = 1000
 """Longest bad word; `MAX_BAD_WORD_TOKENS` limits it once more after encoding."""
@@ -174,6 +178,14 @@ def _num_logprobs(count: int | None, model: ServedModel, param: str) -> int | No
     return logprobs_within(count, model.ready.max_logprobs, model.vocab_size, param=param)
 
 
+def num_completions(request: GenerationRequest) -> int:
+    """Returns how many completions of each prompt are requested. Raises InvalidRequestError."""
+    n = 1 if request.n is None else request.n
+    if not 1 <= n <= MAX_N:
+        raise InvalidRequestError(f"n must be between 1 and {MAX_N}, got {n}", param="n")
+    return n
+
+
 def requested_tokens(request: GenerationRequest) -> int | None:
     """Returns the requested length of a completion, or None."""
     asked = request.max_completion_tokens
@@ -264,6 +276,6 @@ async def encode_bad_words(text_engine: TextEngine, words: list[str] | None) -> 
         raise InvalidRequestError("bad_words must not have blank words", param="bad_words")
     forms = [form for word in words for form in (word, " " + word.lstrip())]
     ids = await text_engine.encode_batch(
-        forms, add_special_tokens=False, param="bad_words", any_length=True
+        forms, add_special_tokens=False, param="bad_words", most_tokens=MAX_TEXT_TOKENS
     )
     return tuple(dict.fromkeys(tuple(word) for word in ids))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,13 +11,24 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import INLINE_CHARS, TextEngine
 from jaxserve.openai.content import content_text
-from jaxserve.openai.decoding import json_type, wrong_type
-from jaxserve.openai.params import requested_tokens
+from jaxserve.openai.decoding import json_type
+from jaxserve.openai.params import MAX_TEXT_TOKENS, requested_tokens
+from jaxserve.openai.prompt_list import Prompt
 from jaxserve.openai.protocol import GenerationRequest
 from jaxserve.text.chat_template import render_chat
+from jaxserve.text.json_size import size_of
 
-MAX_PROMPTS = 2048
 MAX_MESSAGES = 10_000
+MAX_ARGUMENT_CHARS = 2**19
+"""Longest arguments of an earlier tool call: decoding them takes at most 20 ms."""
+
+TEXT_FACTOR = 4
+"""A text that is cut to ``truncate_prompt_tokens``, and one for /tokenize or /detokenize, may have
+this many times the tokens of the context, and at most `MAX_TEXT_TOKENS`."""
+
+MAX_SHORT = 100
+"""Requests with more messages than this are never short."""
+
 RESERVED_TEMPLATE_NAMES = frozenset(
     {
         *("messages", "tools", "add_generation_prompt", "continue_final_message"),
@@ -26,10 +36,6 @@ RESERVED_TEMPLATE_NAMES = frozenset(
     }
 )
 """Names that chat_template_kwargs must not set: they belong to the renderer."""
-
-Prompt = str | list[int]
-
-_FORMS = "a string, a list of token ids, or a list of either"
 
 
 class ChatPrompt(Protocol):
@@ -43,39 +49,6 @@ class ChatPrompt(Protocol):
     def continue_final_message(self) -> bool | None: ...
     @property
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
-
-
-def completion_prompts(value: Any, *, param: str = "prompt") -> list[Prompt]:
-    """Returns the prompts in the field ``param``. Raises InvalidRequestError, which names it."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        given = "nothing" if value is None else json_type(value)
-        raise InvalidRequestError(f"{param} must be {_FORMS}, got {given}", param=param)
-    if not value:
-        raise InvalidRequestError(f"{param} cannot be empty", param=param)
-    first = json_type(value[0])
-    if first in ("int", "float"):
-        return [_convert(value, list[int], param)]
-    if len(value) > MAX_PROMPTS:
-        raise InvalidRequestError(
-            f"{param}: at most {MAX_PROMPTS} prompts in a request, got {len(value)}", param=param
-        )
-    if first == "str":
-        return _convert(value, list[str], param)
-    if first == "array":
-        return _convert(value, list[list[int]], param)
-    raise InvalidRequestError(f"{param} must be {_FORMS}, got a list of {first}", param=param)
-
-
-def _convert(value: list, form: Any, param: str) -> Any:
-    try:
-        return msgspec.convert(value, form)
-    except msgspec.ValidationError as error:
-        place = wrong_type(error, form, under=param)
-        raise InvalidRequestError(
-            f"{param} must be {_FORMS}: {place.message}", param=param
-        ) from error
 
 
 async def encode_prompts(
@@ -126,7 +99,7 @@ async def encode_cut(
             texts,
             add_special_tokens=add_special_tokens,
             param=param,
-            any_length=keep is not None,
+            most_tokens=None if keep is None else most_text_tokens(text_engine.model),
         )
     if keep is None:
         return ids
@@ -150,14 +123,32 @@ def check_variables(variables: Mapping[str, Any]) -> None:
         )
 
 
+def most_text_tokens(model: ServedModel) -> int:
+    """Returns the most tokens of a text that need not fit the context, because it is cut or only
+    counted."""
+    return min(TEXT_FACTOR * model.max_model_len, MAX_TEXT_TOKENS)
+
+
 async def render_prompt(
-    model: ServedModel, request: ChatPrompt, *, tools: Sequence[Mapping[str, Any]] = ()
+    text_engine: TextEngine, request: ChatPrompt, *, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """Renders the messages of a chat; the template shows ``tools`` to the model.
 
     Raises:
       InvalidRequestError: the messages are invalid, or the template refuses them.
     """
+    messages = request.messages or ()
+    # How long a template works on other keys, such as tool_calls, or on variables, is not known.
+    is_plain = not (request.chat_template_kwargs or text_engine.model.template_variables or tools)
+    is_plain = is_plain and all(m.keys() <= {"role", "content"} for m in messages[:MAX_SHORT])
+    size = size_of(messages, MAX_MESSAGES) + size_of(tools, MAX_MESSAGES)
+    return await text_engine.render(
+        lambda: _render(text_engine.model, request, tools),
+        size=size if is_plain else max(size, INLINE_CHARS + 1),
+    )
+
+
+def _render(model: ServedModel, request: ChatPrompt, tools: Sequence[Mapping[str, Any]]) -> str:
     if model.chat_template is None:
         raise InvalidRequestError(
             "this model has no chat template: use /v1/completions, or start the server with "
@@ -179,21 +170,14 @@ async def render_prompt(
             param="continue_final_message",
         )
 
-    def render() -> str:
-        assert model.chat_template is not None
-        return render_chat(
-            model.chat_template,
-            _open_end(messages) if continues else messages,
-            add_generation_prompt=not continues and adds_prompt is not False,
-            tools=tools or None,
-            special_tokens=model.tokenizer.special_tokens,
-            **extra,
-        )
-
-    # Of other keys, such as tool_calls, the length is not known.
-    is_plain = not extra and not tools and all(m.keys() <= {"role", "content"} for m in messages)
-    is_short = sum(len(message["content"]) for message in messages) <= INLINE_CHARS
-    text = render() if is_plain and is_short else await asyncio.to_thread(render)
+    text = render_chat(
+        model.chat_template,
+        _open_end(messages) if continues else messages,
+        add_generation_prompt=not continues and adds_prompt is not False,
+        tools=tools or None,
+        special_tokens=model.tokenizer.special_tokens,
+        **extra,
+    )
     return _cut_at_open_end(text) if continues else text
 
 
@@ -254,6 +238,7 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
     for i, call in enumerate(calls):
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            _check_arguments(function["arguments"], f"{path}[{i}].function.arguments")
             try:
                 arguments = msgspec.json.decode(function["arguments"] or "{}")
             except (msgspec.DecodeError, RecursionError) as error:
@@ -264,3 +249,11 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
             call = {**call, "function": {**function, "arguments": arguments}}
         clean.append(call)
     return clean
+
+
+def _check_arguments(text: str, path: str) -> None:
+    if len(text) > MAX_ARGUMENT_CHARS:
+        raise InvalidRequestError(
+            f"{path} must have at most {MAX_ARGUMENT_CHARS} characters, got {len(text)}",
+            param=path,
+        )

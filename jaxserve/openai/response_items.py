@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import secrets
+from typing import cast
 
-from jaxserve.openai.protocol import ChatDelta, ChatLogprobs
+import msgspec
+
+from jaxserve.openai.protocol import ChatDelta, ChatLogprobs, ChatTokenLogprob
 from jaxserve.openai.responses_protocol import (
     ArgumentsEvent,
     CallItem,
@@ -118,9 +121,7 @@ class ItemWriter:
         event = self._text("delta", delta=text)
         if isinstance(self.items[-1], MessageItem):
             more = [] if logprobs is None else logprobs.content
-            event.logprobs = [
-                TextLogprob(e.token, e.logprob, e.bytes, e.top_logprobs) for e in more
-            ]
+            event.logprobs = [_text_logprob(entry) for entry in more]
             self._logprobs += event.logprobs
         return event
 
@@ -176,6 +177,13 @@ class ItemWriter:
     def _next(self) -> int:
         self._number += 1
         return self._number
+
+
+def _text_logprob(entry: ChatTokenLogprob) -> TextLogprob:
+    """Returns an entry in the form of responses. One that is JSON text is the same in both."""
+    if isinstance(entry, msgspec.Raw):
+        return cast(TextLogprob, entry)
+    return TextLogprob(entry.token, entry.logprob, entry.bytes, entry.top_logprobs)
 
 
 def _new_id(prefix: str) -> str:

@@ -12,11 +12,13 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.outputs import Delta
-from jaxserve.front.text_engine import TextEngine
+from jaxserve.front.text_engine import MEASURED_SIZE, TextEngine
 from jaxserve.openai import chat
 from jaxserve.openai.errors import error_reply
 from jaxserve.openai.job import Job
+from jaxserve.openai.limits import check_ids_in_flight
 from jaxserve.openai.logprobs import chat_logprobs
+from jaxserve.openai.params import check_fields
 from jaxserve.openai.protocol import ChatLogprobs
 from jaxserve.openai.response_items import ItemWriter
 from jaxserve.openai.responses_input import function_tools, to_chat, with_response_fields
@@ -29,6 +31,7 @@ from jaxserve.openai.responses_protocol import (
     ResponsesRequest,
     ResponseUsage,
 )
+from jaxserve.text.json_size import size_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,13 @@ async def prepare(
       InvalidRequestError, UnknownModelError, QueueFullError: the request will not be served.
     """
     try:
-        job = await chat.prepare(text_engine, to_chat(body), request_id=request_id)
+        text_engine.model.check_name(body.model)
+        with text_engine.admit(1, 1, param="input") as permit:
+            size = size_of(body, MEASURED_SIZE)
+            chat_body = await text_engine.build(lambda: to_chat(body), size=size)
+            check_fields(chat_body)
+            check_ids_in_flight(chat_body, 1)
+            job = await chat.prepare_admitted(text_engine, chat_body, permit, request_id=request_id)
     except InvalidRequestError as error:
         raise with_response_fields(error, body) from error
     response = Response(
@@ -92,7 +101,7 @@ async def complete(prepared: ResponseJob) -> Response:
     output = _Output(prepared)
     async with aclosing(prepared.job.deltas) as deltas:
         async for delta in deltas:
-            output.add(delta)
+            await prepared.job.build(output.add, delta)
     output.end()
     return output.response
 
@@ -107,10 +116,10 @@ async def stream(prepared: ResponseJob) -> AsyncGenerator[Event, None]:
         try:
             yield output.writer.response_event("created", output.response)
             yield output.writer.response_event("in_progress", output.response)
-            for event in output.add(first):
+            for event in await prepared.job.build(output.add, first):
                 yield event
             async for delta in deltas:
-                for event in output.add(delta):
+                for event in await prepared.job.build(output.add, delta):
                     yield event
             for event in output.end():
                 yield event
@@ -135,7 +144,7 @@ class _Output:
         self._finish_reason = job.form.finish_reason(delta)
         pieces = job.form.pieces(delta)
         if delta.logprobs:
-            new = chat_logprobs(job.tokenizer, job.token_name, delta.logprobs)
+            new = chat_logprobs(job.tokenizer, job.token_name, delta.logprobs, as_json=job.is_large)
             self._held_logprobs += new.content
         events: list[Event] = []
         for piece in pieces:

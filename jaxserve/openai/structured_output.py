@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from jaxserve.structured_output.structural_tag import (
     structural_tag,
     tag_terms,
 )
+from jaxserve.text.json_size import dumps
 
 _FORMATS = "'text', 'json_object' or 'json_schema'"
 _OPTIONS = frozenset(
@@ -31,13 +31,26 @@ _OPTIONS = frozenset(
 
 
 async def read_grammar(
-    text_engine: TextEngine, request: GenerationRequest, use: ToolUse | None = None
+    text_engine: TextEngine, request: GenerationRequest, use: ToolUse | None = None, *, size: int
 ) -> Grammar | None:
     """Reads and checks the grammar that the text must match; None: the text is free.
 
+    ``size`` is that of the request (`size_of`).
+
     Raises:
       InvalidRequestError: a grammar is invalid, or there are several; ``param`` is the field.
+      QueueFullError: too many grammars wait for their check.
     """
+    to_check, grammar = await text_engine.build(lambda: _grammars(request, use), size=size)
+    for field, each in to_check.items():
+        await _check(text_engine, each, field)
+    return grammar
+
+
+def _grammars(
+    request: GenerationRequest, use: ToolUse | None
+) -> tuple[dict[str, Grammar], Grammar | None]:
+    """Returns the grammars to check, by field, and the one that the text must match, or None."""
     found = read_grammars(request)
     if len(found) > 1:
         raise InvalidRequestError(
@@ -56,10 +69,8 @@ async def read_grammar(
         found = {"tools": tools_grammar(use)}
     elif use is not None and use.choice == "auto" and found:
         # The structural tag will contain the schemas of the tools.
-        await _check(text_engine, tools_grammar(use), "tools")
-    for field, grammar in found.items():
-        await _check(text_engine, grammar, field)
-    return next(iter(found.values()), None)
+        return {"tools": tools_grammar(use), **found}, next(iter(found.values()))
+    return found, next(iter(found.values()), None)
 
 
 def with_structural_tag(
@@ -125,7 +136,7 @@ def read_grammars(request: GenerationRequest) -> dict[str, Grammar]:
 def tools_grammar(use: ToolUse) -> Grammar:
     """Returns the grammar of a completion that is only tool calls. Raises InvalidRequestError."""
     assert use.parameters is not None
-    schema = json.dumps(forced_calls_schema(use.parameters, name=use.name, parallel=use.parallel))
+    schema = dumps(forced_calls_schema(use.parameters, name=use.name, parallel=use.parallel))
     if len(schema) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(
             f"tools: to constrain the model to them, their schemas must have at most "
@@ -158,7 +169,7 @@ def _response_format(value: Any, field: str) -> Grammar | None:
             f"{field}.json_schema.schema must be a JSON schema as an object, got {schema!r:.100}",
             param=field,
         )
-    return Grammar("json_schema", json.dumps(schema))
+    return Grammar("json_schema", dumps(schema))
 
 
 def _structured_outputs(value: Any, field: str) -> Grammar | None:
@@ -187,7 +198,7 @@ def _of_kind(kind: str, value: Any, field: str) -> Grammar:
     """Returns the grammar in a value of one of vLLM's kinds. Raises InvalidRequestError."""
     match kind, value:
         case "json", dict():
-            return Grammar("json_schema", json.dumps(value))
+            return Grammar("json_schema", dumps(value))
         case "json", str():
             return Grammar("json_schema", value)
         case "json_object", True:
@@ -197,7 +208,7 @@ def _of_kind(kind: str, value: Any, field: str) -> Grammar:
         case "grammar", str():
             return Grammar("grammar", value)
         case "choice", [_, *_] if all(isinstance(text, str) for text in value):
-            return Grammar("choice", json.dumps(value))
+            return Grammar("choice", dumps(value))
     name = field if field.startswith("guided_") else f"{field}.{kind}"
     raise InvalidRequestError(f"{name} must be {_EXPECTED[kind]}, got {value!r:.100}", param=field)
 

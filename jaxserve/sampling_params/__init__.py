@@ -28,6 +28,7 @@ from jaxserve.sampling_params.fields import (
     require_at_most,
 )
 from jaxserve.sampling_params.fields import BIAS_LIMIT as BIAS_LIMIT
+from jaxserve.sampling_params.fields import IDS_AT_ONCE as IDS_AT_ONCE
 from jaxserve.sampling_params.fields import INT64 as INT64
 from jaxserve.sampling_params.fields import MAX_N as MAX_N
 from jaxserve.sampling_params.grammar import MAX_GRAMMAR_CHARS as MAX_GRAMMAR_CHARS
@@ -232,6 +233,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             msgspec.structs.force_setattr(changed, name, value)
         return changed
 
+    def for_completion(self, seed: int, max_tokens: int) -> SamplingParams:
+        """Returns the parameters of one completion. They share all collections with these ones.
+
+        Nothing is checked again: that would take as long for each completion as for the request.
+        """
+        return self.with_valid(seed=seed, max_tokens=max_tokens)
+
     def check_token_ids(self, vocab_size: int) -> None:
         """Raises InvalidRequestError unless all token IDs are in ``[0, vocab_size)``.
 
@@ -275,7 +283,10 @@ def logprobs_within(count: int, max_logprobs: int, vocab_size: int, *, param: st
 
 def check_ids(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) -> None:
     """Raises InvalidRequestError for field ``param`` unless all IDs are in ``[0, vocab_size)``."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+    for start in range(0, len(ids), IDS_AT_ONCE):
+        part = ids[start : start + IDS_AT_ONCE]
+        if min(part) >= 0 and max(part) < vocab_size:
+            continue
         bad = [i for i in ids if not 0 <= i < vocab_size][:5]
         raise InvalidRequestError(
             f"{param}: token IDs {bad} are out of vocabulary; expected IDs from 0 to "

@@ -26,6 +26,8 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
 BIAS_LIMIT = 100.0
 """Larger biases act like this one, as in the OpenAI API."""
+IDS_AT_ONCE = 2**16
+"""How many token IDs are checked in one call, which no other thread can interrupt: 2 ms."""
 INT64 = (-(2**63), 2**63 - 1)
 
 

@@ -1,9 +1,9 @@
-"""Checks grammars in a separate process, which ends if a check takes too much time or memory.
+"""Checks grammars in a separate process, which ends a check that takes too much time or memory.
 
 A few characters can keep the compiler of grammars busy for hours or make it fill the memory, and a
-thread cannot be stopped. The process limits itself, so nobody has to watch it: the kernel kills it
-when a check exceeds `CHECK_TIME_S` of processor time, and it exits when its standard input closes.
-The next check starts a new process.
+thread cannot be stopped. So the process forks for every check. The kernel kills the child when the
+check exceeds its processor time; with it, all memory of the check is free again. The vocabulary is
+shared with the child and is made once. The process exits when its standard input closes.
 
 The process receives the tokens of the model first and makes a vocabulary like that of an engine, so
 that an engine can compile every grammar that passes the check.
@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
+import gc
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import msgspec
 
@@ -32,16 +33,11 @@ from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output.grammar import check_grammar, name_of
 from jaxserve.structured_output.vocabulary import TokenSource, Vocabulary
 
-logger = logging.getLogger(__name__)
-
-CHECK_TIME_S = 2
-"""Processor time for one check. The kernel counts whole seconds, so a check may get one more."""
+CHECK_TIME_S = 2.0
+"""The most processor time for one check."""
 
 CHECK_MEMORY_BYTES = 1 << 30
-"""Address space that checks may use in addition to that of the process with its vocabulary."""
-
-MAX_KEPT_BYTES = 192 << 20
-"""Once checks have added more resident memory than this, the process exits, to release it."""
+"""Address space that a check may use in addition to that of the process with its vocabulary."""
 
 START_TIME_S = 30
 """Processor time for making the vocabulary; 150,000 tokens take less than 1 s."""
@@ -98,16 +94,27 @@ class Start(msgspec.Struct, frozen=True):
     vocab_size: int
 
 
+class Check(msgspec.Struct, frozen=True):
+    """A grammar to check, and the processor time for it in seconds."""
+
+    grammar: Grammar
+    time_s: float
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """The result of a check. An empty verdict is the reply to `Start`.
 
     Attributes:
       error: why the grammar cannot be followed; None if it can.
-      is_last: whether the process exits after this reply.
+      is_cut: whether the check took too much time or memory, so that there is no result.
     """
 
     error: str | None = None
-    is_last: bool = False
+    is_cut: bool = False
+
+
+class TooMuchWorkError(InvalidRequestError):
+    """The check of a grammar took too much processor time or memory."""
 
 
 class GrammarWorker:
@@ -118,11 +125,15 @@ class GrammarWorker:
     Args:
       tokenizer: the tokenizer of the model.
       vocab_size: width of the logits.
+      time_s: the most processor time for one check.
     """
 
-    def __init__(self, tokenizer: TokenSource, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: TokenSource, vocab_size: int, *, time_s: float = CHECK_TIME_S
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._time_s = time_s
         self._process: subprocess.Popen[bytes] | None = None
         self._stop: Callable[[], object] = lambda: None
 
@@ -132,15 +143,15 @@ class GrammarWorker:
         Only one thread at a time may call this.
 
         Raises:
-          InvalidRequestError: the grammar cannot be followed, or takes too much work.
+          TooMuchWorkError: the check took too much time or memory.
+          InvalidRequestError: the grammar cannot be followed.
           RuntimeError: the process cannot be started.
         """
-        verdict = _ask(self._running(), grammar)
-        if verdict is None or verdict.is_last:
-            self._stop()
+        verdict = _ask(self._running(), Check(grammar, self._time_s))
         if verdict is None:
-            logger.warning("the check of a %s took too much time or memory", grammar.kind)
-            raise InvalidRequestError(
+            self._stop()
+        if verdict is None or verdict.is_cut:
+            raise TooMuchWorkError(
                 f"{name_of(grammar)}: it takes too much time or memory to compile"
             )
         if verdict.error is not None:
@@ -162,7 +173,7 @@ class GrammarWorker:
         return Start(Tokens.of(self._tokenizer), self._vocab_size)
 
 
-def _ask(process: subprocess.Popen[bytes], message: Start | Grammar) -> Verdict | None:
+def _ask(process: subprocess.Popen[bytes], message: Start | Check) -> Verdict | None:
     """Sends a message and returns the reply, or None if the process ends instead."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -180,7 +191,9 @@ def _ask(process: subprocess.Popen[bytes], message: Start | Grammar) -> Verdict 
 def _start() -> subprocess.Popen[bytes]:
     module_path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     # With one arena, freed memory leaves the address space, which the limit on memory counts.
-    environment = {**os.environ, "PYTHONPATH": module_path, "MALLOC_ARENA_MAX": "1"}
+    # Without threads, the process can fork.
+    threads = {"MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": module_path, **threads}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "jaxserve.structured_output.worker"],
         stdin=subprocess.PIPE,
@@ -195,7 +208,8 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     """Ends the process if this is its owner, and not a fork that got a copy of the object."""
     if os.getpid() != owner:
         return
-    process.kill()
+    with contextlib.suppress(ProcessLookupError):  # the group: a check may be running in a child
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for stream in (process.stdin, process.stdout):
         assert stream is not None
@@ -222,48 +236,55 @@ def main() -> None:
     data = _read(requests)
     if data is None:
         return
-    _limit_time(START_TIME_S)
+    _limit(resource.RLIMIT_CPU, START_TIME_S)
     start = msgspec.msgpack.decode(data, type=Start)
     vocabulary = Vocabulary(start.tokens, start.vocab_size)
-    address_space, resident_at_start = _memory()
+    _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
+    address_space = _address_space()
     if address_space:
         _limit(resource.RLIMIT_AS, address_space + CHECK_MEMORY_BYTES)
+    # Objects that the garbage collector never visits stay shared with the children.
+    gc.collect()
+    gc.freeze()
     _write(replies, msgspec.msgpack.encode(Verdict()))
     while (data := _read(requests)) is not None:
-        grammar = msgspec.msgpack.decode(data, type=Grammar)
-        _limit_time(CHECK_TIME_S)
+        child = os.fork()
+        if child == 0:
+            _check_and_exit(msgspec.msgpack.decode(data, type=Check), vocabulary, replies)
+        _, status = os.waitpid(child, 0)
+        if status != 0:  # the child has sent no reply
+            _write(replies, msgspec.msgpack.encode(Verdict(is_cut=True)))
+
+
+def _check_and_exit(check: Check, vocabulary: Vocabulary, replies: IO[bytes]) -> NoReturn:
+    """Replies in a child process. Every end but that of `os._exit` means that there is no reply."""
+    try:
+        # The default action of the signal, which nobody handles, ends the process.
+        signal.setitimer(signal.ITIMER_PROF, check.time_s)
         error = None
         try:
-            check_grammar(grammar, vocabulary)
+            check_grammar(check.grammar, vocabulary)
         except InvalidRequestError as refusal:
             error = refusal.message
-        _, resident = _memory()
-        is_last = resident - resident_at_start > MAX_KEPT_BYTES
-        _write(replies, msgspec.msgpack.encode(Verdict(error, is_last)))
-        if is_last:
-            return
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(replies, msgspec.msgpack.encode(Verdict(error)))
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
-def _limit_time(seconds: int) -> None:
-    """Limits processor time from now on; the kernel's limit is up to one second later."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + seconds)
-
-
-def _memory() -> tuple[int, int]:
-    """Returns (bytes of address space, bytes of resident memory); zeros without /proc.
-
-    The peak of resident memory cannot be used: a new process inherits it from its parent.
-    """
+def _address_space() -> int:
+    """Returns the bytes of address space; 0 without /proc."""
     statm = Path("/proc/self/statm")
-    sizes = statm.read_text().split()[:2] if statm.exists() else ("0", "0")
-    address_space, resident = (int(size) * resource.getpagesize() for size in sizes)
-    return address_space, resident
+    pages = int(statm.read_text().split()[0]) if statm.exists() else 0
+    return pages * resource.getpagesize()
 
 
 def _limit(which: int, value: int) -> None:
     _, hard = resource.getrlimit(which)
-    resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    if hard != resource.RLIM_INFINITY:
+        value = hard if value == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(which, (value, hard))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ padding a string to a billion characters, has no limit.
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -27,6 +26,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.text.json_size import dumps
 
 MAX_OUTPUT_CHARS = 16_000_000
 """Maximum length of the rendered prompt, and of each string or list that a template makes."""
@@ -305,6 +305,6 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Converts to JSON as jinja's filter does, but without escapes for HTML."""
-    return json.dumps(
+    return dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

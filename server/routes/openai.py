@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +12,7 @@ from starlette.routing import Route
 
 from jaxserve.openai.endpoints import ENDPOINTS, Endpoint
 from server.body import read_json, request_id
-from server.sse import FRAMINGS, reply_stream, reply_whole
+from server.sse import FRAMINGS, reply_stream, reply_whole, unless_disconnected
 from server.state import ServerState
 
 
@@ -20,11 +21,16 @@ async def create(request: Request, *, endpoint: Endpoint) -> Response:
     server: ServerState = request.app.state.server
     text_engine = server.serving()
     body = await read_json(request, endpoint.body_type)
-    job = await endpoint.prepare(text_engine, body, request_id=request_id(request, body.request_id))
+    preparing = endpoint.prepare(text_engine, body, request_id=request_id(request, body.request_id))
     if endpoint.stream is not None and body.stream:
+        job = await unless_disconnected(request.receive, preparing)
         framing = FRAMINGS[endpoint.framing]
         return await reply_stream(request, endpoint.stream(job), framing=framing)
-    reply = await reply_whole(request, endpoint.complete(job))
+
+    async def whole() -> msgspec.Struct:
+        return await endpoint.complete(await preparing)
+
+    reply = await reply_whole(request, whole())
     # Half a reply with the status 200 would pass for a whole one; a 503 is tried again elsewhere.
     server.check_whole()
     return reply

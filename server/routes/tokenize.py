@@ -2,65 +2,128 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import islice
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.front.long_text import encode_within
 from jaxserve.front.text_engine import TextEngine
-from jaxserve.openai.encoding import encode_pieces
-from jaxserve.openai.prompts import render_prompt
+from jaxserve.front.work_pool import Caller
+from jaxserve.openai.prompts import most_text_tokens, render_prompt
 from jaxserve.openai.protocol import DetokenizeRequest, TokenizeRequest
-from jaxserve.sampling_params import check_ids
+from jaxserve.sampling_params import IDS_AT_ONCE, check_ids
 from server.body import read_json
+from server.sse import unless_disconnected
+
+T = TypeVar("T")
 
 
 async def tokenize(request: Request) -> Response:
     """Returns the token IDs of a prompt or of a chat.
 
     Raises:
-      InvalidRequestError, UnknownModelError: the request cannot be served.
+      InvalidRequestError, UnknownModelError, QueueFullError: the request cannot be served.
     """
     text_engine: TextEngine = request.app.state.server.serving()
     body = await read_json(request, TokenizeRequest)
-    text_engine.model.check_name(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("send either prompt or messages", param="prompt")
-    if body.prompt is not None:
-        text, adds_special = body.prompt, body.add_special_tokens is not False
-    else:
-        text = await render_prompt(text_engine.model, body, tools=body.tools or ())
-        adds_special = bool(body.add_special_tokens)
-    tokenizer = text_engine.model.tokenizer
-
-    def work() -> bytes:
-        ids = tokenizer.encode(text, add_special_tokens=adds_special)
-        reply = {"count": len(ids), "max_model_len": text_engine.model.max_model_len, "tokens": ids}
-        with_texts = bool(body.return_token_strs)
-        reply["token_strs"] = [tokenizer.token_text(i) for i in ids] if with_texts else None
-        return b"".join(encode_pieces(reply))
-
-    return Response(await asyncio.to_thread(work), media_type="application/json")
+    return await _answer(request, text_engine, lambda: _tokens(text_engine, body))
 
 
 async def detokenize(request: Request) -> Response:
     """Returns the text of token IDs.
 
     Raises:
-      InvalidRequestError, UnknownModelError: the request cannot be served.
+      InvalidRequestError, UnknownModelError, QueueFullError: the request cannot be served.
     """
     text_engine: TextEngine = request.app.state.server.serving()
     body = await read_json(request, DetokenizeRequest)
-    text_engine.model.check_name(body.model)
-    check_ids(body.tokens, text_engine.model.tokenizer.vocab_size, param="tokens")
+    return await _answer(request, text_engine, lambda: _text(text_engine, body))
 
-    def work() -> bytes:
-        text = text_engine.model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return b"".join(encode_pieces({"prompt": text}))
 
-    return Response(await asyncio.to_thread(work), media_type="application/json")
+async def _answer(
+    request: Request, text_engine: TextEngine, work: Callable[[], Awaitable[bytes]]
+) -> Response:
+    """Returns the JSON that ``work`` makes, if there is room for one more call.
+
+    Raises ClientDisconnect if the client disconnects.
+    """
+    with text_engine.text_calls.admit(1):
+        data = await unless_disconnected(request.receive, work())
+    return Response(data, media_type="application/json")
+
+
+async def _tokens(text_engine: TextEngine, body: TokenizeRequest) -> bytes:
+    """Returns the reply to /tokenize."""
+    model = text_engine.model
+    model.check_name(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("send either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        text, adds_special = body.prompt, body.add_special_tokens is not False
+    else:
+        text = await render_prompt(text_engine, body, tools=body.tools or ())
+        adds_special = bool(body.add_special_tokens)
+    field = "messages" if body.prompt is None else "prompt"
+    limit = most_text_tokens(model)
+
+    def work(caller: Caller) -> bytes:
+        try:
+            ids = encode_within(model, text, limit, caller, add_special_tokens=adds_special)
+        except InvalidRequestError as error:
+            raise type(error)(error.message, param=field) from error
+        texts = None
+        if body.return_token_strs:
+            texts = _json_list(map(model.tokenizer.token_text, ids), caller)
+        reply = {"count": len(ids), "max_model_len": model.max_model_len}
+        return msgspec.json.encode(
+            {**reply, "tokens": _json_list(ids, caller), "token_strs": texts}
+        )
+
+    return await _run(text_engine, work, len(text))
+
+
+async def _text(text_engine: TextEngine, body: DetokenizeRequest) -> bytes:
+    """Returns the reply to /detokenize."""
+    model, ids = text_engine.model, body.tokens
+    model.check_name(body.model)
+    limit = most_text_tokens(model)
+    if len(ids) > limit:
+        raise InvalidRequestError(
+            f"tokens: at most {limit} token IDs, got {len(ids)}", param="tokens"
+        )
+
+    def work(caller: Caller) -> bytes:
+        check_ids(ids, model.tokenizer.vocab_size, param="tokens")
+        caller.check()
+        return msgspec.json.encode(
+            {"prompt": model.tokenizer.decode(ids, skip_special_tokens=False)}
+        )
+
+    return await _run(text_engine, work, len(ids))
+
+
+async def _run(text_engine: TextEngine, work: Callable[[Caller], T], size: int) -> T:
+    """Runs work in the threads for these calls."""
+    try:
+        return await text_engine.text_pool.run(work, size=size)
+    finally:
+        text_engine.memory.after(size)
+
+
+def _json_list(values: Iterable[Any], caller: Caller) -> msgspec.Raw:
+    """Returns a list as JSON. A long one is made in parts, between which other threads run."""
+    parts: list[bytes] = []
+    rest = iter(values)
+    while part := list(islice(rest, IDS_AT_ONCE)):
+        caller.check()
+        parts.append(msgspec.json.encode(part)[1:-1])
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
 routes = [

@@ -78,8 +78,12 @@ class OneTokenPerOutput:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
-        async with contextlib.aclosing(self._engine.generate(request)) as outputs:
+    async def generate(
+        self, request: Submit, *, on_ended: Callable[[], None] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async with contextlib.aclosing(
+            self._engine.generate(request, on_ended=on_ended)
+        ) as outputs:
             async for output in outputs:
                 last = max(len(output.token_ids) - 1, 0)
                 for i in range(last + 1):

@@ -231,9 +231,9 @@ class FailingEngine:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    async def generate(self, request):
+    async def generate(self, request, *, on_ended=None):
         remaining = self._after if request.prompt_token_ids == self._prompt else math.inf
-        outputs = self._engine.generate(request)
+        outputs = self._engine.generate(request, on_ended=on_ended)
         async for output in outputs:
             if len(output.token_ids) < remaining:
                 remaining -= len(output.token_ids)

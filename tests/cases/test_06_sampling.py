@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -69,12 +69,16 @@ class StartTogether:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, request: Submit, *, on_ended: Callable[[], None] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         self.num_arrived += 1
         if self.num_arrived == self._count:
             self._all_arrived.set()
         await self._all_arrived.wait()
-        async with contextlib.aclosing(self._engine.generate(request)) as outputs:
+        async with contextlib.aclosing(
+            self._engine.generate(request, on_ended=on_ended)
+        ) as outputs:
             async for output in outputs:
                 yield output
 

@@ -5,7 +5,7 @@ import contextlib
 import random
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -314,9 +314,13 @@ class HeldEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, request: Submit) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, request: Submit, *, on_ended: Callable[[], None] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         assert await asyncio.to_thread(self._may_start.wait, 60)
-        async with contextlib.aclosing(self._engine.generate(request)) as outputs:
+        async with contextlib.aclosing(
+            self._engine.generate(request, on_ended=on_ended)
+        ) as outputs:
             async for output in outputs:
                 yield output
 

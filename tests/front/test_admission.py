@@ -23,6 +23,18 @@ def test_a_request_is_admitted_as_a_whole_and_released_once() -> None:
     assert admission.num_in_flight == 0
 
 
+def test_permits_go_back_one_by_one_and_the_rest_together() -> None:
+    admission = AdmissionLimit(5, unit="calls")
+    with admission.admit(3) as permit:
+        permit.release_one()
+        assert admission.num_in_flight == 2
+        with pytest.raises(QueueFullError, match="2 calls are in flight"):
+            admission.admit(4)
+    assert admission.num_in_flight == 0
+    permit.release_one()
+    assert admission.num_in_flight == 0
+
+
 @pytest.mark.parametrize("starts", [False, True])
 async def test_dropping_a_generator_releases_its_permit(starts) -> None:
     async def work(permit: Permit) -> AsyncGenerator[int, None]:

@@ -17,13 +17,14 @@ from jaxserve.errors import (
     UnknownModelError,
 )
 from jaxserve.front.generation_defaults import GenerationDefaults
-from jaxserve.front.outputs import Delta
+from jaxserve.front.outputs import MAX_DELTA_TOKENS, Delta
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import FinishReason, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
+from jaxserve.testing.scripted_engine import READY
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.waiting import until
 
@@ -301,3 +302,52 @@ async def test_the_reason_of_the_engine_reaches_the_caller() -> None:
     with pytest.raises(RequestFailedError, match=r"^the disk is full$"):
         await collect(text_engine.generate(make_request([[1]], GREEDY)))
     assert text_engine.metrics.finished == {"error": 1}
+
+
+async def test_the_engine_returns_permits_even_if_nobody_reads() -> None:
+    """A client that stops reading keeps memory, not a place."""
+    text_engine = scripted_text_engine("hello world", tokens_per_output=9, max_in_flight=4)
+    with text_engine.admit(1, 4) as permit:
+        deltas = await text_engine.start(make_request([[1]], SamplingParams(n=4)), permit)
+    assert text_engine.num_in_flight == 4
+    first = await anext(deltas)
+    await until(lambda: text_engine.num_in_flight == 0)
+    await complete(text_engine)
+    assert text_engine.num_in_flight == 0
+    assert [d.text for d in [first, *await collect(deltas)]] == ["hello world"] * 4
+    assert text_engine.num_in_flight == 0
+
+
+async def test_an_error_before_the_start_returns_the_permit() -> None:
+    text_engine = scripted_text_engine("hello", max_in_flight=2)
+
+    def fail() -> None:
+        with text_engine.admit(2, 1):
+            assert text_engine.num_in_flight == 2
+            with pytest.raises(QueueFullError), text_engine.admit(1, 1):
+                pass
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    assert text_engine.num_in_flight == 0
+    too_many = text_engine.admit(3, 1, param="input")
+    with pytest.raises(InvalidRequestError, match="at most 2") as caught, too_many:
+        pass
+    assert caught.value.param == "input"
+
+
+@pytest.mark.parametrize("tokens_per_output", [1, 600])
+async def test_an_output_of_many_tokens_becomes_several_deltas(tokens_per_output) -> None:
+    ready = msgspec.structs.replace(READY, max_model_len=2048)
+    ids = [i % 200 for i in range(600)]
+    text_engine = scripted_text_engine(ids, tokens_per_output=tokens_per_output, ready=ready)
+    params = SamplingParams(temperature=0, logprobs=2, max_tokens=600, prompt_logprobs=1)
+    deltas = await collect(text_engine.generate(make_request([[1, 2]], params)))
+    assert max(len(delta.token_ids) for delta in deltas) <= MAX_DELTA_TOKENS
+    assert sum((delta.token_ids for delta in deltas), []) == ids
+    assert sum(len(delta.logprobs) for delta in deltas) == 600
+    assert [delta.prompt_logprobs is not None for delta in deltas] == [True] + [False] * (
+        len(deltas) - 1
+    )
+    assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + ["length"]

@@ -72,8 +72,8 @@ async def test_vectors_are_in_the_order_of_the_prompts(text_engine) -> None:
     engine, second_came, arrived = text_engine.engine, asyncio.Event(), []
     generate = engine.generate
 
-    async def generate_in_reverse(submit):
-        async for output in generate(submit):
+    async def generate_in_reverse(submit, *, on_ended=None):
+        async for output in generate(submit, on_ended=on_ended):
             if submit.prompt_token_ids == [1]:
                 await second_came.wait()
             arrived.append(submit.prompt_token_ids)

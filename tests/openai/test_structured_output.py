@@ -1,6 +1,5 @@
 """Grammars in requests: every field, invalid values, forced calls and structural tags."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -13,7 +12,6 @@ from jaxserve.openai import responses
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.responses_protocol import ResponsesRequest
 from jaxserve.sampling_params import Grammar
-from jaxserve.structured_output import checks as grammar_checks
 from jaxserve.testing.openai_calls import ask, complete
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 
@@ -262,27 +260,3 @@ async def test_rejects_tools_without_a_valid_grammar(choice) -> None:
         await ask(pythonic, FORMAT | {"tools": TOOLS})
     assert caught.value.param == "tools"
     assert len(pythonic.engine.submitted) == 1
-
-
-async def test_each_grammar_is_checked_once_and_few_at_a_time(monkeypatch) -> None:
-    text_engine = make_text_engine()
-    running, most_running, checked = 0, 0, []
-
-    async def count(check, grammar):
-        nonlocal running, most_running
-        running += 1
-        most_running = max(most_running, running)
-        await asyncio.sleep(0)
-        checked.append(grammar)
-        running -= 1
-
-    monkeypatch.setattr(grammar_checks.asyncio, "to_thread", count)
-    grammars = [Grammar("regex", "a" * i) for i in range(1, 9)]
-    await asyncio.gather(*map(text_engine.grammars.check, grammars))
-    assert most_running == grammar_checks.AT_A_TIME
-    await asyncio.gather(*map(text_engine.grammars.check, grammars))
-    assert len(checked) == len(grammars)
-    for i in range(grammar_checks.NUM_KEPT):
-        await text_engine.grammars.check(Grammar("choice", msgspec.json.encode([str(i)]).decode()))
-    await text_engine.grammars.check(grammars[0])
-    assert checked.count(grammars[0]) == 2

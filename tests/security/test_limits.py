@@ -15,8 +15,16 @@ import pytest
 from jaxserve import sampling_params
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.config import MIB
-from jaxserve.openai import errors, json_structure, params, prompts, tools
-from jaxserve.structured_output import checks as grammar_checks
+from jaxserve.front import grammar_checks, text_engine
+from jaxserve.openai import (
+    errors,
+    json_structure,
+    limits,
+    params,
+    prompt_list,
+    prompts,
+    tools,
+)
 from jaxserve.structured_output import compiling
 from jaxserve.structured_output import constraint as grammars
 from jaxserve.structured_output import grammar as structured
@@ -247,7 +255,7 @@ def numbers(text: str) -> list[int]:
 
 
 def test_the_table_of_limits_matches_the_code() -> None:
-    api, serving, limits = ApiSettings(), ServerSettings(), rows()
+    api, serving, documented = ApiSettings(), ServerSettings(), rows()
     expected = {
         "completions in flight: `n` for each prompt": [api.max_queue],
         "body, decompressed": [api.max_body_mib],
@@ -263,7 +271,19 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "time to receive the head; time that a connection may be idle": [
             serving.keep_alive_timeout
         ],
-        "prompts in a request; messages": [prompts.MAX_PROMPTS, prompts.MAX_MESSAGES],
+        "prompts in a request; messages": [prompt_list.MAX_PROMPTS, prompts.MAX_MESSAGES],
+        "calls of `/tokenize` and `/detokenize` in flight": [text_engine.MAX_TEXT_CALLS],
+        "text for `/tokenize`, IDs for `/detokenize`, texts cut by `truncate_prompt_tokens`": [
+            prompts.TEXT_FACTOR,
+            params.MAX_TEXT_TOKENS,
+        ],
+        "arguments of an earlier tool call": [prompts.MAX_ARGUMENT_CHARS],
+        "token IDs in parameters, times the completions of the request": [limits.MAX_PARAMETER_IDS],
+        "tokens of prompts that a reply repeats; log probabilities of prompt tokens in it, "
+        "counting up to 21 at a position": [
+            limits.MAX_REPEATED_IDS,
+            limits.MAX_PROMPT_SCORES,
+        ],
         "`n`": [sampling_params.MAX_N],
         "`stop`": [sampling_params.MAX_STOP_STRINGS, params.MAX_STOP_CHARS],
         "`stop_token_ids`": [sampling_params.MAX_STOP_TOKEN_IDS],
@@ -275,7 +295,8 @@ def test_the_table_of_limits_matches_the_code() -> None:
         ],
         "`tools`; name of a function": [tools.MAX_TOOLS, tools.MAX_NAME_CHARS],
         "error message": [errors.MAX_MESSAGE_CHARS],
-        "cached grammars: checked; compiled": [
+        "cached grammars: valid; refused; compiled": [
+            grammar_checks.NUM_KEPT,
             grammar_checks.NUM_KEPT,
             grammars.NUM_CACHED,
         ],
@@ -288,7 +309,10 @@ def test_the_table_of_limits_matches_the_code() -> None:
             server_http.UNREAD_TIMEOUT_S,
         ],
         "grammar or schema; choices": [sampling_params.MAX_GRAMMAR_CHARS, structured.MAX_CHOICES],
-        "concurrent checks of grammars": [grammar_checks.AT_A_TIME],
+        "grammars that wait for their check; for one that takes over 0.1 s": [
+            grammar_checks.LINE_SHARE,
+            grammar_checks.LONG_LINE_SHARE,
+        ],
         "processor time and memory for checking a grammar": [
             grammar_worker.CHECK_TIME_S,
             grammar_worker.CHECK_MEMORY_BYTES // MIB,
@@ -305,5 +329,6 @@ def test_the_table_of_limits_matches_the_code() -> None:
     text = " ".join(DOCUMENT.read_text().split())
     assert "{} bytes for each comma, {} for each quote, {} for each".format(*weights) in text
     assert sampling_params.MAX_ALLOWED_TOKEN_IDS == sampling_params.MAX_LOGIT_BIAS
+    assert grammar_checks.QUICK_TIME_S == 0.1  # in the name of a row
     for name, values in expected.items():
-        assert numbers(limits[name]) == [int(value) for value in values], name
+        assert numbers(documented[name]) == [int(value) for value in values], name

@@ -1,0 +1,131 @@
+"""Checks the grammars of requests without blocking the event loop, or one another."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import OrderedDict
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.front.work_pool import SIZE_PER_S, Caller, WorkPool
+from jaxserve.sampling_params import Grammar
+from jaxserve.structured_output.worker import GrammarWorker, TooMuchWorkError
+from jaxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+QUICK_TIME_S = 0.1
+"""Processor time for the first check of a grammar. Most take a tenth of it."""
+
+LINE_SHARE = 4
+"""One in so many of the completions in flight may wait for the first check of its grammar."""
+
+LONG_LINE_SHARE = 32
+"""The same for a long check, which may take `worker.CHECK_TIME_S`."""
+
+NUM_KEPT = 256
+"""Number of valid grammars in the cache, and of refused ones: clients send the same ones again."""
+
+SIZE_PER_CHAR = SIZE_PER_S // 64
+"""The size of a character of a grammar in the line: a grammar of a few characters overtakes one of
+2000 that has waited for up to half a minute."""
+
+MAX_SIZE = 64 * SIZE_PER_S
+"""Longer grammars wait no longer than those of this size."""
+
+
+class GrammarChecks:
+    """Runs `check_grammar` in worker processes, once for each grammar.
+
+    A grammar gets `QUICK_TIME_S` first. One that needs more waits in a second, short line, for a
+    process of its own. So expensive grammars, however many, delay others by a fraction of a second
+    each at most, and nothing but each other for longer.
+
+    Args:
+      tokenizer: the tokenizer of the model.
+      vocab_size: width of the logits.
+      max_in_flight: the most completions in flight.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, max_in_flight: int = 1024) -> None:
+        self._quick_worker = GrammarWorker(tokenizer, vocab_size, time_s=QUICK_TIME_S)
+        self._long_worker = GrammarWorker(tokenizer, vocab_size)
+        self._quick = WorkPool(
+            "checks of grammars", max_waiting=max(max_in_flight // LINE_SHARE, 1)
+        )
+        self._long = WorkPool(
+            "long checks of grammars", max_waiting=max(max_in_flight // LONG_LINE_SHARE, 1)
+        )
+        self._valid = _Recent()
+        self._refused = _Recent()
+        self._not_quick = _Recent()
+
+    async def check(self, grammar: Grammar) -> None:
+        """Raises InvalidRequestError, without a ``param``, unless the grammar can be followed.
+
+        Raises:
+          QueueFullError: too many grammars wait for their check.
+        """
+        if grammar.kind == "json_object":
+            return  # the request contributes nothing to this grammar
+        key = hashlib.blake2b(msgspec.msgpack.encode(grammar), digest_size=16).digest()
+        if self._is_known(key):
+            return
+        size = min(SIZE_PER_CHAR * len(grammar.spec), MAX_SIZE)
+
+        def quick(_: Caller) -> None:
+            if key not in self._valid:  # another request had the same grammar
+                self._quick_worker.check(grammar)
+
+        def at_length(_: Caller) -> None:
+            if key not in self._valid and key not in self._refused:
+                self._long_worker.check(grammar)
+
+        try:
+            if key not in self._not_quick:
+                try:
+                    await self._quick.run(quick, size=size)
+                except TooMuchWorkError:
+                    self._not_quick.add(key)
+            if key in self._not_quick:
+                await self._long.run(at_length, size=size)
+                if self._is_known(key):
+                    return
+        except InvalidRequestError as error:
+            if isinstance(error, TooMuchWorkError):
+                logger.warning("the check of a %s took too much time or memory", grammar.kind)
+            self._refused.add(key, error.message)
+            raise InvalidRequestError(error.message) from error
+        self._valid.add(key)
+
+    def _is_known(self, key: bytes) -> bool:
+        """Whether a grammar is known to be valid. Raises InvalidRequestError for a refused one."""
+        message = self._refused.get(key)
+        if message is not None:
+            raise InvalidRequestError(message)
+        return self._valid.get(key) is not None
+
+
+class _Recent:
+    """Texts by the digest of a grammar: the `NUM_KEPT` that were used last."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[bytes, str] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._texts
+
+    def get(self, key: bytes) -> str | None:
+        """Returns the text of a grammar, and keeps it for longer; None: there is none."""
+        if key in self._texts:
+            self._texts.move_to_end(key)
+        return self._texts.get(key)
+
+    def add(self, key: bytes, text: str = "") -> None:
+        """Adds a text, and drops the oldest if there are too many."""
+        self._texts[key] = text
+        self._texts.move_to_end(key)
+        if len(self._texts) > NUM_KEPT:
+            self._texts.popitem(last=False)

@@ -25,6 +25,10 @@ def append_tokens(
             token_ids = token_ids[:count]
             logprobs = None if logprobs is None else logprobs[:count]
             break
+    failure = ""
+    if finish_reason == FinishReason.ERROR:
+        assert request.constraint is not None  # nothing else fails
+        failure = request.constraint.failure
     return RequestOutput(
         request_id=request.id,
         token_ids=token_ids,
@@ -33,6 +37,8 @@ def append_tokens(
         logprobs=logprobs,
         scheduled_s=request.scheduled_s or 0.0,
         prompt_logprobs=prompt_logprobs,
+        reason=failure,
+        is_user_error=failure != "",
     )
 
 

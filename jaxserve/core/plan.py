@@ -45,9 +45,13 @@ class Sizes:
 class Constraint(Protocol):
     """Restricts the tokens of one request; implemented by grammars.
 
-    Methods never raise. An internal error ends the request that the constraint belongs to, and no
-    other.
+    Methods never raise. An error ends the request that the constraint belongs to, and no other.
     """
+
+    @property
+    def failure(self) -> str:
+        """Why the request cannot continue, for people; "" while it can."""
+        ...
 
     def fill_mask(self, mask: Any) -> None:
         """Writes the set of tokens that may come next.

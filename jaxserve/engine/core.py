@@ -147,8 +147,8 @@ class EngineCore:
         ready, failed = self._compiling.take(now)
         for submit, constraint in ready:
             self._add(submit, constraint)
-        for request_id in failed:
-            self._refuse(request_id, "its grammar cannot be compiled")
+        for request_id, reason in failed.items():
+            self._refuse(request_id, reason)
 
     def _add(self, submit: Submit, constraint: Constraint | None) -> None:
         try:
@@ -160,7 +160,8 @@ class EngineCore:
 
     def _refuse(self, request_id: str, reason: str) -> None:
         logger.error("refused request %s: %s", request_id, reason)
-        self._refused.append(RequestOutput(request_id, [], finish_reason=FinishReason.ERROR))
+        output = RequestOutput(request_id, [], finish_reason=FinishReason.ERROR, reason=reason)
+        self._refused.append(output)
 
     def stats(self) -> StepStats:
         """Returns the state after the last `step`.

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.client.protocol import Engine
-from jaxserve.errors import RequestFailedError
+from jaxserve.errors import InvalidRequestError, RequestFailedError
 from jaxserve.front.metrics import RequestMetrics
 from jaxserve.front.parsed_text import ParsedDelta, ParsedText
 from jaxserve.front.requests import CompletionTask
@@ -62,6 +62,7 @@ async def stream_completion(
     Raises:
       EngineDeadError: the engine died.
       RequestFailedError: the engine could not continue the completion.
+      InvalidRequestError: the completion cannot continue, because of its grammar.
     """
     detokenizer = _detokenizer(task, tokenizer)
     record, ended = task.record, "abort"
@@ -114,7 +115,9 @@ def _to_delta(
 ) -> Delta:
     token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
     if reason == FinishReason.ERROR:
-        raise RequestFailedError("the engine could not continue this request")
+        if output.is_user_error:
+            raise InvalidRequestError(output.reason)
+        raise RequestFailedError(output.reason or "the engine could not continue this request")
     shown = token_ids
     if reason == FinishReason.STOP and not task.params.include_stop_str_in_output:
         # The token that ended a completion is not part of its text. A completion that ends with its

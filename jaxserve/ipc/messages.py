@@ -151,6 +151,8 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
         entry 0 is None.
       embedding: the vector of a request with `SamplingParams.pooling`, not normalised. Such a
         request has exactly one output, without tokens and with reason STOP.
+      reason: why the request failed, for people; empty unless the finish reason is ERROR.
+      is_user_error: whether the request itself is at fault, and not the engine.
     """
 
     request_id: str
@@ -162,6 +164,8 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     scheduled_s: float = 0.0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     embedding: list[float] | None = None
+    reason: str = ""
+    is_user_error: bool = False
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):

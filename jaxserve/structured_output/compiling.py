@@ -59,7 +59,7 @@ class CompilingRequests:
             if entry is not None:
                 entry.future.cancel()
 
-    def take(self, now: float) -> tuple[list[tuple[Submit, Constraint]], list[str]]:
+    def take(self, now: float) -> tuple[list[tuple[Submit, Constraint]], dict[str, str]]:
         """Removes and returns the requests whose compilation has ended.
 
         Args:
@@ -67,10 +67,10 @@ class CompilingRequests:
 
         Returns:
           (the requests with a constraint, in the order of their arrival; the IDs of the requests
-          whose grammar cannot be compiled or takes too long to compile).
+          whose grammar cannot be compiled or takes too long to compile, each with the reason).
         """
         ready: list[tuple[Submit, Constraint]] = []
-        failed: list[str] = []
+        failed: dict[str, str] = {}
         for request_id, entry in list(self._entries.items()):
             if entry.since_s is None:
                 entry.since_s = now
@@ -82,11 +82,12 @@ class CompilingRequests:
                     is_expected = isinstance(error, InvalidRequestError)
                     cause = None if is_expected else error
                     logger.error("no grammar for request %s: %s", request_id, error, exc_info=cause)
-                    failed.append(request_id)
+                    failed[request_id] = "its grammar cannot be compiled" + (
+                        f": {error}" if is_expected else ""
+                    )
             elif now - entry.since_s > COMPILE_TIMEOUT_S:
-                logger.error("the grammar of request %s takes too long to compile", request_id)
                 entry.future.cancel()
-                failed.append(request_id)
+                failed[request_id] = "its grammar takes too long to compile"
             else:
                 continue
             del self._entries[request_id]

@@ -104,6 +104,9 @@ class GrammarConstraint:
       vocabulary: the vocabulary that the matcher was made for.
       end_ids: tokens that may end the completion wherever the grammar allows an end.
       max_spaces: maximum number of successive whitespace bytes; None: no limit.
+
+    Attributes:
+      failure: see `Constraint.failure`.
     """
 
     def __init__(
@@ -119,37 +122,36 @@ class GrammarConstraint:
         self._end_ids = end_ids
         self._max_spaces = max_spaces
         self._num_spaces = 0
-        self._failed = False
+        self.failure = ""
         self._extra_time_s = 0.0
 
     def fill_mask(self, mask: np.ndarray) -> None:
         """See `Constraint.fill_mask`."""
-        if not self._failed:
+        if not self.failure:
             head = mask[: self._vocabulary.num_words]
             mask[len(head) :] = 0
             with self._timed():
                 self._fill(head)
             if not mask.any():
-                self._fail(first_error(self._matcher) or "no token can follow")
-        if self._failed:
+                self._fail(first_error(self._matcher, has_text=True) or "no token can follow")
+        if self.failure:
             mask.fill(ALL)
 
     def accept(self, token_id: int) -> FinishReason | None:
         """See `Constraint.accept`."""
-        if self._failed:
+        if self.failure:
             return FinishReason.ERROR
         if token_id in self._end_ids and self._matcher.is_accepting():
             return FinishReason.STOP
         with self._timed():
             is_taken = self._matcher.consume_token(token_id)
         if not is_taken:
-            self._fail(f"token {token_id}: {first_error(self._matcher)}")
-        if self._failed:
-            return FinishReason.ERROR
-        if self._matcher.is_stopped():
-            if self._matcher.stop_reason() in COMPLETE:
+            self._fail(f"token {token_id}: {first_error(self._matcher, has_text=True)}")
+        if not self.failure and self._matcher.is_stopped():
+            if not self._matcher.is_error() and self._matcher.stop_reason() in COMPLETE:
                 return FinishReason.STOP
-            self._fail(first_error(self._matcher) or self._matcher.stop_reason())
+            self._fail(first_error(self._matcher, has_text=True) or self._matcher.stop_reason())
+        if self.failure:
             return FinishReason.ERROR
         length = self._vocabulary.space_lengths.get(token_id)
         self._num_spaces = 0 if length is None else self._num_spaces + length
@@ -185,8 +187,8 @@ class GrammarConstraint:
             self._fail(f"its tokens exceeded their time by {self._extra_time_s:.1f} s in total")
 
     def _fail(self, why: str) -> None:
-        logger.error("a request can no longer follow its grammar: %s", why)
-        self._failed = True
+        self.failure = f"the completion cannot go on with its grammar: {why}"
+        logger.error("a request fails: %s", self.failure)
 
 
 def _end_ids(submit: Submit, vocabulary: Vocabulary) -> frozenset[int]:

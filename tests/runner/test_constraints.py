@@ -32,6 +32,8 @@ def allowed_after(token: int) -> np.ndarray:
 class Chain:
     """A constraint that allows any first token, and then `allowed_after` of the last token."""
 
+    failure = ""
+
     def __init__(self):
         self.tokens = []
 
@@ -154,6 +156,8 @@ def test_a_random_model_writes_valid_json(runner, depth):
 
 def test_a_failing_constraint_ends_only_its_own_request(runner):
     class Broken(Chain):
+        failure = "it is broken"
+
         def accept(self, token_id):
             super().accept(token_id)
             return FinishReason.ERROR if len(self.tokens) == 3 else None
@@ -170,3 +174,5 @@ def test_a_failing_constraint_ends_only_its_own_request(runner):
     assert reasons.pop(broken) == FinishReason.ERROR
     assert set(reasons.values()) == {FinishReason.LENGTH}
     assert len(tokens_of(outputs[broken])) == 3
+    last = outputs[broken][-1]
+    assert (last.reason, last.is_user_error) == ("it is broken", True)

@@ -19,6 +19,8 @@ SIZES = {"num_blocks": 40, "block_size": 4}
 class ThreeTokens:
     """A constraint that ends the completion with its third token."""
 
+    failure = ""
+
     def __init__(self):
         self.tokens = []
 
@@ -144,6 +146,7 @@ def test_a_grammar_that_takes_too_long_ends_only_its_request(core, compiler):
     assert core.step(COMPILE_TIMEOUT_S) == []
     (output,) = core.step(COMPILE_TIMEOUT_S + 1)
     assert (output.request_id, output.finish_reason) == ("a", FinishReason.ERROR)
+    assert output.reason == "its grammar takes too long to compile"
     compiler.futures["b"].set_result(ThreeTokens())
     _, reasons = outputs_of(core, start=COMPILE_TIMEOUT_S + 2)
     assert reasons == {"b": FinishReason.STOP}

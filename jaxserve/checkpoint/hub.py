@@ -22,6 +22,7 @@ TOKENIZER_FILES = [
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*",
 ]
 MODEL_FILES = [*TOKENIZER_FILES, "config.json", "generation_config.json", "model*.safetensors*"]
 

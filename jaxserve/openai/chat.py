@@ -12,9 +12,9 @@ from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai.chat_message import MessageBuilder, MessageForm
-from jaxserve.openai.content import content_text
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.logprobs import chat_logprobs, prompt_logprobs
+from jaxserve.openai.messages import message_text
 from jaxserve.openai.params import chat_params, check_fields, encode_bad_words, length_field
 from jaxserve.openai.prompts import encode_prompts, render_prompt
 from jaxserve.openai.protocol import (
@@ -28,7 +28,13 @@ from jaxserve.openai.protocol import (
     ChatRequest,
 )
 from jaxserve.openai.structured_output import read_grammar, with_structural_tag
-from jaxserve.openai.tools import ToolUse, call_id_maker, make_parser, read_tools
+from jaxserve.openai.tools import (
+    ToolUse,
+    call_id_maker,
+    make_parser,
+    read_tools,
+    with_tools_text,
+)
 from jaxserve.parsing.parser import MessageParser
 from jaxserve.sampling_params import SamplingParams
 
@@ -45,7 +51,8 @@ async def prepare(text_engine: TextEngine, body: ChatRequest, *, request_id: str
     use = read_tools(body, model)
     bad_words = await encode_bad_words(text_engine, body.bad_words)
     grammar = await read_grammar(text_engine, body, use)
-    text = await render_prompt(model, _with_effort(body), tools=use.definitions)
+    shown = with_tools_text(_with_effort(body), use, model)
+    text = await render_prompt(model, shown, tools=use.definitions)
     # The tags of some formats are special tokens, which the parser has to see.
     think_tags_are_special = model.reasoning_parser is not None and model.hides_think_tags
     params = chat_params(
@@ -113,7 +120,7 @@ def _echo(request: ChatRequest) -> tuple[str, ...]:
     last = request.messages[-1] if request.messages else {}
     if not request.echo or last.get("role") != "assistant":
         return ()
-    return (content_text(last.get("content"), "messages"),)
+    return (message_text(last, "messages"),)
 
 
 async def complete(job: Job) -> ChatCompletion:

@@ -12,6 +12,10 @@ from jaxserve.errors import InvalidRequestError
 T = TypeVar("T")
 
 MAX_ERROR_CHARS = 300
+
+MAX_INTEGER = 2.0**53
+"""Floats of at least this size stand for more than one integer."""
+
 _PATH = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 # An escape for one half of a surrogate pair, without the escape for the other half.
@@ -28,7 +32,7 @@ def decode(body: bytes, body_type: type[T]) -> T:
         wrong type. ``param`` is the path of that field, as in ``messages[0].role``.
     """
     try:
-        return msgspec.json.decode(body, type=body_type)
+        return _decode(body, body_type)
     except msgspec.ValidationError as error:
         raise wrong_type(error, body_type) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -42,6 +46,46 @@ def decode(body: bytes, body_type: type[T]) -> T:
         raise InvalidRequestError(f"the body is not valid JSON: {reason}") from error
     except RecursionError as error:
         raise InvalidRequestError("the body is nested too deeply") from error
+
+
+def _decode(body: bytes, body_type: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=body_type)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+    return msgspec.convert(with_integers(msgspec.json.decode(body), body_type), body_type)
+
+
+def with_integers(value: Any, form: Any) -> Any:
+    """Returns a value in which integers that were written as floats, such as 3.0, are integers.
+
+    JSON has one kind of number, and some clients write every number with a point.
+
+    Args:
+      value: a value of decoded JSON; it is not changed.
+      form: the type that the value should have. Only places where it wants an integer, and not a
+        float, change.
+    """
+    return _with_integers(value, msgspec.inspect.type_info(form))
+
+
+def _with_integers(value: Any, form: msgspec.inspect.Type) -> Any:
+    kinds = form.types if isinstance(form, msgspec.inspect.UnionType) else (form,)
+    for kind in kinds:
+        if isinstance(value, float) and isinstance(kind, msgspec.inspect.IntType):
+            return int(value) if value.is_integer() and abs(value) < MAX_INTEGER else value
+        if isinstance(value, list) and isinstance(kind, msgspec.inspect.ListType):
+            return [_with_integers(item, kind.item_type) for item in value]
+        if isinstance(value, dict) and isinstance(kind, msgspec.inspect.DictType):
+            return {key: _with_integers(item, kind.value_type) for key, item in value.items()}
+        if isinstance(value, dict) and isinstance(kind, msgspec.inspect.StructType):
+            forms = {field.encode_name: field.type for field in kind.fields}
+            return {
+                key: _with_integers(item, forms[key]) if key in forms else item
+                for key, item in value.items()
+            }
+    return value
 
 
 def wrong_type(

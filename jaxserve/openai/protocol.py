@@ -67,6 +67,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
 
     logprob_token_ids: Any = None
     use_beam_search: Any = None

@@ -35,5 +35,7 @@ routes = [
         Route(path, partial(create, endpoint=endpoint), methods=["POST"])
         for path, endpoint in ENDPOINTS.items()
     ),
-    Route("/v1/responses/{response_id:path}", stored_response, methods=["GET", "POST", "DELETE"]),
+    Route("/v1/responses/{response_id}", stored_response, methods=["GET", "DELETE"]),
+    Route("/v1/responses/{response_id}/input_items", stored_response),
+    Route("/v1/responses/{response_id}/cancel", stored_response, methods=["POST"]),
 ]

@@ -54,7 +54,10 @@ async def detokenize(request: Request) -> Response:
     text_engine: TextEngine = request.app.state.server.serving()
     body = await read_json(request, DetokenizeRequest)
     text_engine.model.check_name(body.model)
-    check_ids(body.tokens, text_engine.model.tokenizer.vocab_size, param="tokens")
+    # The logits can be wider than the tokenizer, so completions can have IDs that it lacks; it can
+    # also be wider than the logits, and /tokenize returns such IDs.
+    size = max(text_engine.model.vocab_size, text_engine.model.tokenizer.vocab_size)
+    check_ids(body.tokens, size, param="tokens")
 
     def work() -> bytes:
         text = text_engine.model.tokenizer.decode(body.tokens, skip_special_tokens=False)

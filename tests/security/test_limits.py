@@ -15,7 +15,7 @@ import pytest
 from jaxserve import sampling_params
 from jaxserve.checkpoint.locate import open_checkpoint
 from jaxserve.config import MIB
-from jaxserve.openai import errors, params, prompts, tools
+from jaxserve.openai import errors, messages, params, prompts, tools
 from jaxserve.structured_output import checks as grammar_checks
 from jaxserve.structured_output import compiling
 from jaxserve.structured_output import constraint as grammars
@@ -255,7 +255,7 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "time to receive the head; time that a connection may be idle": [
             serving.keep_alive_timeout
         ],
-        "prompts in a request; messages": [prompts.MAX_PROMPTS, prompts.MAX_MESSAGES],
+        "prompts in a request; messages": [prompts.MAX_PROMPTS, messages.MAX_MESSAGES],
         "`n`": [sampling_params.MAX_N],
         "`stop`": [sampling_params.MAX_STOP_STRINGS, params.MAX_STOP_CHARS],
         "`stop_token_ids`": [sampling_params.MAX_STOP_TOKEN_IDS],

@@ -54,7 +54,8 @@ def _decode(body: bytes, body_type: type[T]) -> T:
     except msgspec.ValidationError as error:
         if "got `float`" not in str(error):
             raise
-    return msgspec.convert(with_integers(msgspec.json.decode(body), body_type), body_type)
+    value = with_integers(msgspec.json.decode(body), body_type)
+    return msgspec.convert(value, body_type, str_keys=True)
 
 
 def with_integers(value: Any, form: Any) -> Any:

@@ -53,7 +53,7 @@ WHITESPACE = r" ?|\n( {0,12}|\t{0,6})"
 MAX_SPACES = 32
 """Maximum number of successive whitespace bytes in JSON, strings included."""
 
-_ENDS = np.frombuffer(b'"}],:', np.uint8)
+_CLOSING, _SEPARATING, _SPACES = b"}]", b'",:', b" \t\n\r"
 
 _JSON_KINDS = ("json_object", "json_schema")
 
@@ -81,10 +81,8 @@ def check_grammar(grammar: Grammar, vocabulary: Vocabulary) -> None:
     source = random.Random(0)
     end = time.thread_time() + TRY_TIME_S
     for i in range(NUM_TRIED_TEXTS):
-        # Every other text goes on for as long as it can.
-        p_end = 0.5 if i % 2 == 0 else 0.0
-        copy = matcher.deep_copy()
-        _try_text(grammar, vocabulary, copy, source, p_end=p_end, end=end, is_first=i == 0)
+        copy, goes_on = matcher.deep_copy(), i % 2 == 1
+        _try_text(grammar, vocabulary, copy, source, goes_on=goes_on, end=end, is_first=i == 0)
 
 
 def _try_text(
@@ -93,7 +91,7 @@ def _try_text(
     matcher: LLMatcher,
     source: random.Random,
     *,
-    p_end: float,
+    goes_on: bool,
     end: float,
     is_first: bool,
 ) -> None:
@@ -105,24 +103,34 @@ def _try_text(
             break
         vocabulary.fill(matcher, mask)
         _raise_error_of(matcher, grammar, has_text=i > 0)
-        matcher.consume_token(_random_token(vocabulary, tokens_in(mask), source, p_end))
+        token = _random_token(vocabulary, tokens_in(mask), source, goes_on=goes_on)
+        matcher.consume_token(token)
     _raise_error_of(matcher, grammar, has_text=True)
 
 
 def _random_token(
-    vocabulary: Vocabulary, allowed: np.ndarray, source: random.Random, p_end: float
+    vocabulary: Vocabulary, allowed: np.ndarray, source: random.Random, *, goes_on: bool
 ) -> int:
-    """Returns a random token, whose first byte ends a part of JSON with probability ``p_end``.
+    """Returns a random token.
 
-    The first byte is drawn before the token: most tokens are words, so that a token drawn among all
-    would rarely be anything else.
+    Its first byte is drawn before the rest, because most tokens are words, and a token drawn among
+    all would rarely be anything else. White space comes last. A text that ``goes_on`` closes
+    nothing while it can add something; another one often closes what is open.
     """
     first = vocabulary.first_bytes[allowed]
-    choices = np.unique(first)
-    is_end = np.isin(choices, _ENDS)
-    if is_end.any() and not is_end.all():
-        choices = choices[is_end == (source.random() < p_end)]
+    choices = _without(np.unique(first), _SPACES)
+    if goes_on:
+        choices = _without(_without(choices, _CLOSING), _SEPARATING)
+    elif source.random() < 0.5:
+        ends = choices[np.isin(choices, [*_CLOSING, *_SEPARATING])]
+        choices = ends if len(ends) else choices
     return int(source.choice(allowed[first == source.choice(choices)]))
+
+
+def _without(choices: np.ndarray, some: bytes) -> np.ndarray:
+    """Returns the bytes that are not in ``some``, unless none is left."""
+    rest = choices[~np.isin(choices, list(some))]
+    return rest if len(rest) else choices
 
 
 def _raise_error_of(matcher: LLMatcher, grammar: Grammar, *, has_text: bool = False) -> None:

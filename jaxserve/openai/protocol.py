@@ -1,8 +1,9 @@
 """The JSON bodies of the OpenAI API as structs: requests, replies and the chunks of streams.
 
 Unknown fields of a request are ignored, null is the same as absent, and no value is converted from
-one type to another, except that 3.0 is an integer. Fields of type `Any` are checked in the modules that read them: `prompts`,
-`tools`, `structured_output`, and `params`, which refuses features that are not supported.
+one type to another, except that 3.0 is an integer. Fields of type `Any` are checked in the modules
+that read them: `prompts`, `tools`, `structured_output`, and `params`, which refuses features that
+are not supported.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ class _Finite:
 
     def _target(self, reference: str) -> Any:
         """Returns the part that a reference points to; True if it is not in the root."""
-        pointer, part = reference.removeprefix("#"), self._root
+        pointer = reference.removeprefix("#")
+        part: Any = self._root
         if not reference.startswith("#") or (pointer and not pointer.startswith("/")):
             return True
         for name in pointer.split("/")[1:]:
@@ -179,31 +180,36 @@ def _items(value: Any) -> list[Any]:
 
 
 def _without_idle_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Moves ``patternProperties`` into ``properties`` if no other name matches a pattern."""
+    """Moves each pattern of ``patternProperties`` that matches no other name to ``properties``."""
     properties, patterns = schema.get("properties"), schema.get("patternProperties")
     if not isinstance(properties, dict) or not isinstance(patterns, dict):
         return schema
-    if not properties or not patterns or schema.get("additionalProperties") is not False:
+    if not properties or schema.get("additionalProperties") is not False:
         return schema
-    names = tuple(properties)
-    if not _is_dead_end(names, tuple(patterns)):
+    idle = [pattern for pattern in patterns if _matches_only(tuple(properties), pattern)]
+    if not idle:
         return schema
     moved = {}
     for name, part in properties.items():
-        more = [patterns[pattern] for pattern in patterns if _fits(name, pattern)]
+        more = [patterns[pattern] for pattern in idle if _fits(name, pattern)]
         moved[name] = {"allOf": [part, *more]} if more else part
-    return {k: v for k, v in {**schema, "properties": moved}.items() if k != "patternProperties"}
+    rest = {pattern: part for pattern, part in patterns.items() if pattern not in idle}
+    new = {**schema, "properties": moved, "patternProperties": rest}
+    if not rest:
+        del new["patternProperties"]
+    return new
 
 
-def _is_dead_end(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
-    """Returns whether no name follows the comma after ``names``, which a grammar allows."""
+def _matches_only(names: tuple[str, ...], pattern: str) -> bool:
+    """Returns whether a pattern matches no other names than these."""
     schema = {
         "type": "object",
         "properties": dict.fromkeys(names, {"const": 1}),
-        "patternProperties": dict.fromkeys(patterns, {"const": 1}),
+        "patternProperties": {pattern: {"const": 1}},
         "required": names,
         "additionalProperties": False,
     }
+    # llguidance allows the comma in any case, and then a name that is not one of these.
     text = "".join(f"{json.dumps(name, ensure_ascii=False)}:1," for name in names)
     return _allowed_after(schema, "{" + text) == 0
 

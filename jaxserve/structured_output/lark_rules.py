@@ -141,7 +141,7 @@ def _rules(tokens: list[_Token]) -> dict[str, list[_Sequence]]:
     """Returns the alternatives of each rule. Raises `_Unknown`."""
     heads = [i for i, token in enumerate(tokens) if token.starts_line and token.kind == "name"]
     rules: dict[str, list[_Sequence]] = {}
-    for i, end in zip(heads, [*heads[1:], len(tokens)], strict=True):
+    for i, end in zip(heads, [*heads[1:], len(tokens)], strict=False):
         start = i + 1
         while start < end and tokens[start].text != ":":  # attributes and a priority
             start += 1

@@ -72,7 +72,7 @@ def read_chat_templates(
         return ChatTemplates.of(files, str(folder))
     given = config.get("chat_template") or old_file.get("chat_template")
     if isinstance(given, list):  # several templates, each with a name
-        named = {e.get("name"): e.get("template") for e in given if isinstance(e, dict)}
+        named = {str(e.get("name")): e.get("template") for e in given if isinstance(e, dict)}
     else:
         named = given if isinstance(given, dict) else {DEFAULT: given}
     return ChatTemplates.of({**named, **files}, str(folder))

@@ -16,7 +16,7 @@ def append_tokens(
 
     The first output of a request also has its prompt log probabilities.
     """
-    prompt_logprobs = finish_reason = stop_reason = None
+    prompt_logprobs = finish_reason = stop_reason = error = None
     if request.num_output_tokens == 0:
         prompt_logprobs = request.take_prompt_logprobs()
     for count, token_id in enumerate(token_ids, 1):
@@ -24,11 +24,9 @@ def append_tokens(
         if finish_reason is not None:
             token_ids = token_ids[:count]
             logprobs = None if logprobs is None else logprobs[:count]
+            if finish_reason is FinishReason.ERROR and request.constraint is not None:
+                error = request.constraint.error
             break
-    failure = ""
-    if finish_reason == FinishReason.ERROR:
-        assert request.constraint is not None  # nothing else fails
-        failure = request.constraint.failure
     return RequestOutput(
         request_id=request.id,
         token_ids=token_ids,
@@ -37,8 +35,8 @@ def append_tokens(
         logprobs=logprobs,
         scheduled_s=request.scheduled_s or 0.0,
         prompt_logprobs=prompt_logprobs,
-        reason=failure,
-        is_user_error=failure != "",
+        error=error,
+        is_user_error=error is not None,
     )
 
 

@@ -45,13 +45,9 @@ class Sizes:
 class Constraint(Protocol):
     """Restricts the tokens of one request; implemented by grammars.
 
-    Methods never raise. An error ends the request that the constraint belongs to, and no other.
+    Methods never raise. An internal error ends the request that the constraint belongs to, and no
+    other.
     """
-
-    @property
-    def failure(self) -> str:
-        """Why the request cannot continue, for people; "" while it can."""
-        ...
 
     def fill_mask(self, mask: Any) -> None:
         """Writes the set of tokens that may come next.
@@ -61,6 +57,11 @@ class Constraint(Protocol):
             one bit is set afterwards. All bits are set if the request ends with the next token,
             whichever it is.
         """
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why the request cannot continue, for the user; None if it can."""
         ...
 
     def accept(self, token_id: int) -> FinishReason | None:

@@ -84,15 +84,20 @@ class EngineCore:
     def add(self, submit: Submit) -> None:
         """Queues a request. If it cannot be served, the next `step` ends it with an error.
 
-        The front has validated the request with the same rules and would have told the client the
-        reason, so this is only a safeguard.
+        The front has validated the request with the same rules, so this is only a safeguard.
         """
         if submit.params.grammar is None or self._compiling is None:
             self._add(submit, None)
         elif submit.request_id in self._compiling:
-            self._refuse(submit.request_id, "the request ID is in use by another request")
+            self.refuse(submit.request_id, "the request ID is in use by another request")
         else:
             self._compiling.add(submit)
+
+    def refuse(self, request_id: str, reason: str) -> None:
+        """Ends a request that was not queued: the next `step` returns an error with the reason."""
+        logger.error("refused request %s: %s", request_id, reason)
+        output = RequestOutput(request_id, [], finish_reason=FinishReason.ERROR, error=reason)
+        self._refused.append(output)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests without further output. Ignores unknown IDs."""
@@ -147,8 +152,8 @@ class EngineCore:
         ready, failed = self._compiling.take(now)
         for submit, constraint in ready:
             self._add(submit, constraint)
-        for request_id, reason in failed.items():
-            self._refuse(request_id, reason)
+        for request_id, reason in failed:
+            self.refuse(request_id, reason)
 
     def _add(self, submit: Submit, constraint: Constraint | None) -> None:
         try:
@@ -156,12 +161,7 @@ class EngineCore:
                 self._check_params(submit.params)
             self._scheduler.add(submit, constraint)
         except InvalidRequestError as error:
-            self._refuse(submit.request_id, str(error))
-
-    def _refuse(self, request_id: str, reason: str) -> None:
-        logger.error("refused request %s: %s", request_id, reason)
-        output = RequestOutput(request_id, [], finish_reason=FinishReason.ERROR, reason=reason)
-        self._refused.append(output)
+            self.refuse(submit.request_id, str(error))
 
     def stats(self) -> StepStats:
         """Returns the state after the last `step`.

@@ -115,9 +115,9 @@ def _to_delta(
 ) -> Delta:
     token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
     if reason == FinishReason.ERROR:
-        if output.is_user_error:
-            raise InvalidRequestError(output.reason)
-        raise RequestFailedError(output.reason or "the engine could not continue this request")
+        if output.is_user_error and output.error:
+            raise InvalidRequestError(output.error)
+        raise RequestFailedError(output.error or "the engine could not continue this request")
     shown = token_ids
     if reason == FinishReason.STOP and not task.params.include_stop_str_in_output:
         # The token that ended a completion is not part of its text. A completion that ends with its

@@ -151,8 +151,8 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
         entry 0 is None.
       embedding: the vector of a request with `SamplingParams.pooling`, not normalised. Such a
         request has exactly one output, without tokens and with reason STOP.
-      reason: why the request failed, for people; empty unless the finish reason is ERROR.
-      is_user_error: whether the request itself is at fault, and not the engine.
+      error: why the engine could not continue, with the finish reason ERROR. For the user.
+      is_user_error: whether the request is at fault, because of its grammar, and not the engine.
     """
 
     request_id: str
@@ -164,7 +164,7 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     scheduled_s: float = 0.0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     embedding: list[float] | None = None
-    reason: str = ""
+    error: str | None = None
     is_user_error: bool = False
 
 

@@ -1,9 +1,8 @@
 """The JSON bodies of the OpenAI API as structs: requests, replies and the chunks of streams.
 
-Unknown fields of a request are ignored, null is the same as absent, and no value is converted from
-one type to another, except that 3.0 is an integer. Fields of type `Any` are checked in the modules
-that read them: `prompts`, `tools`, `structured_output`, and `params`, which refuses features that
-are not supported.
+Unknown fields of a request are ignored, and null is the same as absent. No value is converted from
+one type to another, except that 3.0 is an integer. The modules that read fields of type `Any` check
+them: `prompts`, `tools`, `structured_output`, and `params`, which refuses unsupported features.
 """
 
 from __future__ import annotations

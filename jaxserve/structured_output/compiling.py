@@ -59,7 +59,7 @@ class CompilingRequests:
             if entry is not None:
                 entry.future.cancel()
 
-    def take(self, now: float) -> tuple[list[tuple[Submit, Constraint]], dict[str, str]]:
+    def take(self, now: float) -> tuple[list[tuple[Submit, Constraint]], list[tuple[str, str]]]:
         """Removes and returns the requests whose compilation has ended.
 
         Args:
@@ -70,7 +70,7 @@ class CompilingRequests:
           whose grammar cannot be compiled or takes too long to compile, each with the reason).
         """
         ready: list[tuple[Submit, Constraint]] = []
-        failed: dict[str, str] = {}
+        failed: list[tuple[str, str]] = []
         for request_id, entry in list(self._entries.items()):
             if entry.since_s is None:
                 entry.since_s = now
@@ -79,15 +79,13 @@ class CompilingRequests:
                 if error is None:
                     ready.append((entry.submit, entry.future.result()))
                 else:
-                    is_expected = isinstance(error, InvalidRequestError)
-                    cause = None if is_expected else error
-                    logger.error("no grammar for request %s: %s", request_id, error, exc_info=cause)
-                    failed[request_id] = "its grammar cannot be compiled" + (
-                        f": {error}" if is_expected else ""
-                    )
+                    if not isinstance(error, InvalidRequestError):
+                        logger.error("compiling the grammar of %s", request_id, exc_info=error)
+                    failed.append((request_id, f"its grammar cannot be compiled: {error}"))
             elif now - entry.since_s > COMPILE_TIMEOUT_S:
                 entry.future.cancel()
-                failed[request_id] = "its grammar takes too long to compile"
+                reason = f"its grammar is not compiled after {COMPILE_TIMEOUT_S:.0f} s"
+                failed.append((request_id, reason))
             else:
                 continue
             del self._entries[request_id]

@@ -104,9 +104,6 @@ class GrammarConstraint:
       vocabulary: the vocabulary that the matcher was made for.
       end_ids: tokens that may end the completion wherever the grammar allows an end.
       max_spaces: maximum number of successive whitespace bytes; None: no limit.
-
-    Attributes:
-      failure: see `Constraint.failure`.
     """
 
     def __init__(
@@ -122,24 +119,29 @@ class GrammarConstraint:
         self._end_ids = end_ids
         self._max_spaces = max_spaces
         self._num_spaces = 0
-        self.failure = ""
+        self._error: str | None = None
         self._extra_time_s = 0.0
+
+    @property
+    def error(self) -> str | None:
+        """See `Constraint.error`."""
+        return self._error
 
     def fill_mask(self, mask: np.ndarray) -> None:
         """See `Constraint.fill_mask`."""
-        if not self.failure:
+        if self._error is None:
             head = mask[: self._vocabulary.num_words]
             mask[len(head) :] = 0
             with self._timed():
                 self._fill(head)
             if not mask.any():
                 self._fail(first_error(self._matcher, has_text=True) or "no token can follow")
-        if self.failure:
+        if self._error is not None:
             mask.fill(ALL)
 
     def accept(self, token_id: int) -> FinishReason | None:
         """See `Constraint.accept`."""
-        if self.failure:
+        if self._error is not None:
             return FinishReason.ERROR
         if token_id in self._end_ids and self._matcher.is_accepting():
             return FinishReason.STOP
@@ -147,11 +149,12 @@ class GrammarConstraint:
             is_taken = self._matcher.consume_token(token_id)
         if not is_taken:
             self._fail(f"token {token_id}: {first_error(self._matcher, has_text=True)}")
-        if not self.failure and self._matcher.is_stopped():
+        if self._error is not None:
+            return FinishReason.ERROR
+        if self._matcher.is_stopped():
             if not self._matcher.is_error() and self._matcher.stop_reason() in COMPLETE:
                 return FinishReason.STOP
             self._fail(first_error(self._matcher, has_text=True) or self._matcher.stop_reason())
-        if self.failure:
             return FinishReason.ERROR
         length = self._vocabulary.space_lengths.get(token_id)
         self._num_spaces = 0 if length is None else self._num_spaces + length
@@ -187,8 +190,8 @@ class GrammarConstraint:
             self._fail(f"its tokens exceeded their time by {self._extra_time_s:.1f} s in total")
 
     def _fail(self, why: str) -> None:
-        self.failure = f"the completion cannot go on with its grammar: {why}"
-        logger.error("a request fails: %s", self.failure)
+        self._error = f"the completion can no longer follow its grammar: {why}"
+        logger.error("%s", self._error)
 
 
 def _end_ids(submit: Submit, vocabulary: Vocabulary) -> frozenset[int]:

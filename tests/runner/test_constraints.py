@@ -32,7 +32,7 @@ def allowed_after(token: int) -> np.ndarray:
 class Chain:
     """A constraint that allows any first token, and then `allowed_after` of the last token."""
 
-    failure = ""
+    error = None
 
     def __init__(self):
         self.tokens = []
@@ -156,7 +156,7 @@ def test_a_random_model_writes_valid_json(runner, depth):
 
 def test_a_failing_constraint_ends_only_its_own_request(runner):
     class Broken(Chain):
-        failure = "it is broken"
+        error = "it is broken"
 
         def accept(self, token_id):
             super().accept(token_id)
@@ -175,4 +175,4 @@ def test_a_failing_constraint_ends_only_its_own_request(runner):
     assert set(reasons.values()) == {FinishReason.LENGTH}
     assert len(tokens_of(outputs[broken])) == 3
     last = outputs[broken][-1]
-    assert (last.reason, last.is_user_error) == ("it is broken", True)
+    assert (last.error, last.is_user_error) == ("it is broken", True)

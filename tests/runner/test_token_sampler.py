@@ -35,7 +35,7 @@ def sampler(request) -> TokenSampler:
 class Fixed:
     """A constraint that always allows the same tokens."""
 
-    failure = ""
+    error = None
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids

@@ -19,7 +19,7 @@ SIZES = {"num_blocks": 40, "block_size": 4}
 class ThreeTokens:
     """A constraint that ends the completion with its third token."""
 
-    failure = ""
+    error = None
 
     def __init__(self):
         self.tokens = []
@@ -129,14 +129,36 @@ def test_an_invalid_grammar_ends_only_its_request(core, compiler):
     assert tokens["a"] == []
 
 
+class LostAtTheSecondToken(ThreeTokens):
+    """A constraint that cannot continue after the second token."""
+
+    def accept(self, token_id):
+        self.tokens.append(token_id)
+        if len(self.tokens) < 2:
+            return None
+        self.error = "lost"
+        return FinishReason.ERROR
+
+
+def test_the_reason_of_a_constraint_is_in_the_last_output(core, compiler):
+    core.add(submit("a", ANY))
+    core.add(submit("b", ANY))
+    compiler.futures["a"].set_result(LostAtTheSecondToken())
+    compiler.futures["b"].set_result(ThreeTokens())
+    outputs = [output for i in range(30) for output in core.step(float(i))]
+    errors = [(o.request_id, o.error) for o in outputs if o.finish_reason is FinishReason.ERROR]
+    assert errors == [("a", "lost")]
+    assert sum(len(o.token_ids) for o in outputs if o.request_id == "b") == 3
+
+
 @pytest.mark.parametrize("error", [InvalidRequestError("too large"), OSError("no tokenizer")])
 def test_only_unexpected_errors_log_a_traceback(core, compiler, caplog, error):
     core.add(submit("a", ANY))
     compiler.futures["a"].set_exception(error)
-    outputs_of(core)
-    (record,) = [record for record in caplog.records if "no grammar" in record.message]
-    assert record.message == f"no grammar for request a: {error}"
-    assert bool(record.exc_info) == isinstance(error, OSError)
+    (output,) = core.step(0.0)
+    assert output.error == f"its grammar cannot be compiled: {error}"
+    assert f"refused request a: {output.error}" in [r.message for r in caplog.records]
+    assert any(r.exc_info for r in caplog.records) == isinstance(error, OSError)
 
 
 def test_a_grammar_that_takes_too_long_ends_only_its_request(core, compiler):
@@ -146,7 +168,7 @@ def test_a_grammar_that_takes_too_long_ends_only_its_request(core, compiler):
     assert core.step(COMPILE_TIMEOUT_S) == []
     (output,) = core.step(COMPILE_TIMEOUT_S + 1)
     assert (output.request_id, output.finish_reason) == ("a", FinishReason.ERROR)
-    assert output.reason == "its grammar takes too long to compile"
+    assert output.error == "its grammar is not compiled after 30 s"
     compiler.futures["b"].set_result(ThreeTokens())
     _, reasons = outputs_of(core, start=COMPILE_TIMEOUT_S + 2)
     assert reasons == {"b": FinishReason.STOP}
@@ -165,6 +187,7 @@ def test_rejects_an_id_in_use(core, compiler):
     core.add(submit("a", ANY))
     (output,) = core.step(0.0)
     assert output.finish_reason == FinishReason.ERROR
+    assert "in use" in output.error
     compiler.futures["a"].set_result(ThreeTokens())
     _, reasons = outputs_of(core, start=1.0)
     assert reasons == {"a": FinishReason.STOP}

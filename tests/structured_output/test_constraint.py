@@ -15,6 +15,8 @@ from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output import constraint as grammars
 from jaxserve.structured_output.constraint import MAX_EXTRA_TIME_S, TOKEN_TIME_S, GrammarCompiler
+from jaxserve.structured_output.grammar import check_grammar
+from jaxserve.structured_output.vocabulary import Vocabulary
 from jaxserve.structured_output.worker import GrammarWorker
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
@@ -322,3 +324,26 @@ def test_many_slow_tokens_end_a_request(make_constraint, monkeypatch):
     assert reasons[:9] == [None] * 9
     assert reasons[11] is FinishReason.ERROR
     assert len(allowed(constraint)) == -(-VOCAB // 32) * 32
+
+
+def test_a_dead_end_names_the_reason(make_constraint, monkeypatch):
+    """After the comma no name is left. Without the rewriting of schemas, llguidance allows it."""
+    monkeypatch.setattr("jaxserve.structured_output.grammar.prepared", lambda schema: schema)
+    pattern = {"patternProperties": {"^a$": {"type": "integer"}}, "additionalProperties": False}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **pattern}
+    constraint = make_constraint(Grammar("json_schema", json.dumps(schema)))
+    for token in TOKENIZER.encode('{"a":1, '):
+        assert constraint.accept(token) is None
+    assert constraint.error is None
+    assert len(allowed(constraint)) == -(-VOCAB // 32) * 32
+    assert constraint.error.endswith("nothing can follow part of a text")
+    assert constraint.accept(0) is FinishReason.ERROR
+
+
+def test_the_check_finds_a_dead_end(monkeypatch):
+    monkeypatch.setattr("jaxserve.structured_output.grammar.prepared", lambda schema: schema)
+    pattern = {"patternProperties": {"^a$": {"type": "integer"}}, "additionalProperties": False}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammar = Grammar("json_schema", json.dumps({**schema, **pattern}))
+    with pytest.raises(InvalidRequestError, match="nothing can follow part of a text"):
+        check_grammar(grammar, Vocabulary(TOKENIZER, VOCAB))

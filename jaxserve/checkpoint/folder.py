@@ -53,8 +53,7 @@ class FolderCheckpoint:
             )
         generation_config = path / "generation_config.json"
         self.generation_config = read_json(generation_config) if generation_config.exists() else {}
-        if self.generation_config.get("eos_token_id") is None:
-            self.generation_config["eos_token_id"] = self.config.get("eos_token_id")
+        self.generation_config["eos_token_id"] = _end_ids(self.generation_config, self.config)
         self._shards = _open_shards(path)
 
     @property
@@ -92,6 +91,27 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
+
+
+def _end_ids(generation_config: dict[str, Any], config: dict[str, Any]) -> list[Any]:
+    """Returns the end tokens of both files; either may name some that the other one lacks.
+
+    IDs of config.json outside the vocabulary are left out if generation_config.json has end tokens:
+    they are defaults that nobody has set.
+    """
+    given = _as_list(generation_config.get("eos_token_id"))
+    more = _as_list(config.get("eos_token_id"))
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        more += _as_list(text_config.get("eos_token_id"))
+    if given:
+        size = config.get("vocab_size")
+        more = [i for i in more if not isinstance(size, int) or (type(i) is int and 0 <= i < size)]
+    return given + [i for i in more if i not in given]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [] if value is None else [value]
 
 
 def _open_shards(folder: Path) -> list[tuple[SafetensorsFile, list[str]]]:

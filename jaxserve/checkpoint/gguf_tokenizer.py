@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import CheckpointError
+from jaxserve.text.template_files import DEFAULT, TOOL_USE, ChatTemplates
 from jaxserve.text.token_bytes import SPACE_MARK
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -140,15 +141,19 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
     ids = {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in SPECIAL_TOKENS.items()}
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"the chat template must be a string, got {template!r:.100}")
+    templates = ChatTemplates.of(
+        {
+            DEFAULT: metadata.get("tokenizer.chat_template"),
+            TOOL_USE: metadata.get(f"tokenizer.chat_template.{TOOL_USE}"),
+        },
+        "the file",
+    )
     return Tokenizer(
         backend,
         special_tokens={
             name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)
         },
-        chat_template=template,
+        chat_templates=templates,
         add_bos=metadata.get("tokenizer.ggml.add_bos_token", adds_bos),
     )
 

@@ -23,6 +23,7 @@ TOKENIZER_FILES = [
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*",
 ]
 NOT_WRITABLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT),

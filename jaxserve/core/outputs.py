@@ -70,6 +70,7 @@ def append_tokens(
         scheduled_s=request.scheduled_s or 0.0,
         prompt_logprobs=prompt_logprobs,
         error=error,
+        is_user_error=error is not None,
     )
 
 

@@ -23,6 +23,7 @@ from jaxserve.models.spec import ModelSpec
 from jaxserve.ops import attention
 from jaxserve.ops.attention import AttentionBackend
 from jaxserve.ops.linear import FORMATS, ArraySpec
+from jaxserve.ops.rope import DynamicScaling
 from jaxserve.runner import kv_cache
 from jaxserve.runner.device import current_device
 from jaxserve.runner.placement import Placement, place
@@ -80,6 +81,7 @@ def choose(
         Decision("attention", backend.name, backend_reason),
         Decision("layers", loop, loop_reason),
         _quantization_decision(config.model, weight_format, arrays),
+        *_rope_decisions(spec),
     )
     layout = Layout(dtype, loop, weight_format, placement.cut)
     return Choices(layout, placement, cache_dtype, backend, decisions)
@@ -98,6 +100,14 @@ def _quantization_decision(config: ModelConfig, weight_format: str, arrays: Any)
     size = sum(math.prod(one.shape) * jnp.dtype(one.dtype).itemsize for one in specs) / MIB
     why = "as asked" if config.quantization else "the default"
     return Decision("quantization", weight_format, f"{why}; {size:.1f} MiB of weights")
+
+
+def _rope_decisions(spec: ModelSpec) -> list[Decision]:
+    """Tells of a rotation that differs from the one of transformers for long prompts."""
+    scalings = [rope.scaling for rope in spec.ropes]
+    lengths = [s.original_length for s in scalings if isinstance(s, DynamicScaling)]
+    why = "beyond {} tokens, transformers rotates the tokens of a prompt by its whole length"
+    return [Decision("rope", "by position", why.format(length)) for length in lengths]
 
 
 def _attention_shape(

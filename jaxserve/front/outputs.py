@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.client.protocol import Engine
-from jaxserve.errors import RequestFailedError
+from jaxserve.errors import InvalidRequestError, RequestFailedError
 from jaxserve.front.metrics import RequestMetrics, RequestRecord
 from jaxserve.front.parsed_text import ParsedDelta, ParsedText
 from jaxserve.front.requests import CompletionTask
@@ -81,6 +81,7 @@ async def stream_completion(
     Raises:
       EngineDeadError: the engine died.
       RequestFailedError: the engine could not continue the completion.
+      InvalidRequestError: the completion cannot continue, because of its grammar.
     """
     detokenizer = _detokenizer(task, tokenizer)
     record, ended = task.record, "abort"
@@ -159,6 +160,8 @@ def _to_delta(
 ) -> Delta:
     token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
     if reason == FinishReason.ERROR:
+        if output.is_user_error and output.error:
+            raise InvalidRequestError(output.error)
         raise RequestFailedError(output.error or "the engine could not continue this request")
     shown = token_ids
     if reason == FinishReason.STOP and not task.params.include_stop_str_in_output:

@@ -25,6 +25,7 @@ from jaxserve.parsing.registry import (
     tool_parser,
 )
 from jaxserve.sampling_params import check_ids
+from jaxserve.text.template_files import ChatTemplates
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -72,7 +73,7 @@ class ServedModel:
       tokenizer: the tokenizer of the model.
       ready: the sizes that the engine settled on.
       defaults: values for fields that a request does not set.
-      chat_template: jinja source; None: the model has no chat template.
+      chat_templates: the templates that render chats.
       template_variables: variables for the template that a request may override.
       tool_call_parser: the format in which the model writes tool calls; None: no known format.
       reasoning_parser: the format of the model's think blocks; None: it writes none.
@@ -83,7 +84,7 @@ class ServedModel:
     tokenizer: Tokenizer
     ready: Ready
     defaults: GenerationDefaults
-    chat_template: str | None
+    chat_templates: ChatTemplates
     template_variables: Mapping[str, Any]
     tool_call_parser: str | None
     reasoning_parser: str | None
@@ -109,7 +110,7 @@ class ServedModel:
           tokenizer: the tokenizer of the model.
           names: names under which the model is served, at least one.
           defaults: values for fields that a request does not set; None: no values.
-          chat_template: jinja source that replaces the tokenizer's own.
+          chat_template: jinja source that replaces all of the tokenizer's own.
           template_variables: variables for the template, for requests that do not set them.
           tool_call_parser: a key of `parsing.registry.TOOL_PARSERS`; "auto": the format that the
             chat template shows; "none": no format.
@@ -120,7 +121,8 @@ class ServedModel:
           InvalidRequestError: an end token of the checkpoint is outside the vocabulary.
         """
         defaults = defaults or GenerationDefaults()
-        template = chat_template or tokenizer.chat_template
+        templates = ChatTemplates(chat_template) if chat_template else tokenizer.chat_templates
+        of_tools = templates.template_for(with_tools=True) or ""
         extra = sorted({i for i in defaults.eos_token_ids if i != tokenizer.eos_token_id})
         check_ids(extra, ready.vocab_size, param="eos_token_id")
         return cls(
@@ -128,12 +130,23 @@ class ServedModel:
             tokenizer=tokenizer,
             ready=ready,
             defaults=defaults,
-            chat_template=template,
+            chat_templates=templates,
             template_variables=dict(template_variables or {}),
-            tool_call_parser=_tool_call_format(tool_call_parser, template or ""),
-            reasoning_parser=_reasoning_format(reasoning_parser, template or ""),
+            tool_call_parser=_tool_call_format(tool_call_parser, of_tools),
+            reasoning_parser=_reasoning_format(
+                reasoning_parser, f"{templates.default or ''}{of_tools}"
+            ),
             extra_end_ids=tuple(extra),
         )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template for chats without tools; None: the model has no template."""
+        return self.chat_templates.default
+
+    def template_for(self, *, with_tools: bool) -> str | None:
+        """Returns the source of the template for a chat; None: the model has no template."""
+        return self.chat_templates.template_for(with_tools=with_tools)
 
     @property
     def name(self) -> str:

@@ -159,6 +159,7 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
       embedding: the vector of a request with `SamplingParams.pooling`, not normalised. Such a
         request has exactly one output, without tokens and with reason STOP.
       error: why the engine could not continue, with the finish reason ERROR. For the user.
+      is_user_error: whether the request is at fault, because of its grammar, and not the engine.
     """
 
     request_id: str
@@ -171,6 +172,7 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     embedding: list[float] | None = None
     error: str | None = None
+    is_user_error: bool = False
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -14,10 +14,10 @@ from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import MEASURED_SIZE, TextEngine
 from jaxserve.openai.chat_message import MessageBuilder, MessageForm
-from jaxserve.openai.content import content_text
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.limits import check_ids_in_flight, check_repeated_prompts
 from jaxserve.openai.logprobs import chat_logprobs, prompt_logprobs
+from jaxserve.openai.messages import message_text
 from jaxserve.openai.params import (
     chat_params,
     check_fields,
@@ -39,7 +39,13 @@ from jaxserve.openai.protocol import (
     PromptLogprobs,
 )
 from jaxserve.openai.structured_output import read_grammar, with_structural_tag
-from jaxserve.openai.tools import ToolUse, call_id_maker, make_parser, read_tools
+from jaxserve.openai.tools import (
+    ToolUse,
+    call_id_maker,
+    make_parser,
+    read_tools,
+    with_tools_text,
+)
 from jaxserve.parsing.parser import MessageParser
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.json_size import size_of
@@ -67,7 +73,10 @@ async def prepare_admitted(
     use = await text_engine.build(lambda: read_tools(body, model), size=size)
     bad_words = await encode_bad_words(text_engine, body.bad_words)
     grammar = await read_grammar(text_engine, body, use, size=size)
-    text = await render_prompt(text_engine, _with_effort(body), tools=use.definitions)
+    shown = await text_engine.build(
+        lambda: with_tools_text(_with_effort(body), use, model), size=size
+    )
+    text = await render_prompt(text_engine, shown, tools=use.definitions)
     # The tags of some formats are special tokens, which the parser has to see.
     think_tags_are_special = model.reasoning_parser is not None and model.hides_think_tags
     params = await text_engine.build(
@@ -139,7 +148,7 @@ def _echo(request: ChatRequest) -> tuple[str, ...]:
     last = request.messages[-1] if request.messages else {}
     if not request.echo or last.get("role") != "assistant":
         return ()
-    return (content_text(last.get("content"), "messages"),)
+    return (message_text(last, "messages"),)
 
 
 async def complete(job: Job) -> ChatCompletion:

@@ -13,6 +13,10 @@ from jaxserve.errors import InvalidRequestError
 T = TypeVar("T")
 
 MAX_ERROR_CHARS = 300
+
+MAX_INTEGER = 2.0**53
+"""Floats of at least this size stand for more than one integer."""
+
 _PATH = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _ESCAPE_BYTES = len(r"\ud83d")
@@ -33,7 +37,7 @@ def decode(body: bytes | bytearray, body_type: type[T]) -> T:
     """
     body = body.removeprefix(codecs.BOM_UTF8) if body.startswith(codecs.BOM_UTF8) else body
     try:
-        return msgspec.json.decode(body, type=body_type)
+        return _decode(body, body_type)
     except msgspec.ValidationError as error:
         raise wrong_type(error, body_type) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -58,6 +62,47 @@ def decode(body: bytes | bytearray, body_type: type[T]) -> T:
 def _ends_in_half_character(body: bytes | bytearray) -> bool:
     """Returns whether a body ends where the decoder expects the other half of a pair."""
     return bool(_HALF_CHARACTER.search(body, max(len(body) - 2 * _ESCAPE_BYTES, 0)))
+
+
+def _decode(body: bytes | bytearray, body_type: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=body_type)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+    value = with_integers(msgspec.json.decode(body), body_type)
+    return msgspec.convert(value, body_type, str_keys=True)
+
+
+def with_integers(value: Any, form: Any) -> Any:
+    """Returns a value in which integers that were written as floats, such as 3.0, are integers.
+
+    JSON has one kind of number, and some clients write every number with a point.
+
+    Args:
+      value: a value of decoded JSON; it is not changed.
+      form: the type that the value should have. Only places where it wants an integer, and not a
+        float, change.
+    """
+    return _with_integers(value, msgspec.inspect.type_info(form))
+
+
+def _with_integers(value: Any, form: msgspec.inspect.Type) -> Any:
+    kinds = form.types if isinstance(form, msgspec.inspect.UnionType) else (form,)
+    for kind in kinds:
+        if isinstance(value, float) and isinstance(kind, msgspec.inspect.IntType):
+            return int(value) if value.is_integer() and abs(value) < MAX_INTEGER else value
+        if isinstance(value, list) and isinstance(kind, msgspec.inspect.ListType):
+            return [_with_integers(item, kind.item_type) for item in value]
+        if isinstance(value, dict) and isinstance(kind, msgspec.inspect.DictType):
+            return {key: _with_integers(item, kind.value_type) for key, item in value.items()}
+        if isinstance(value, dict) and isinstance(kind, msgspec.inspect.StructType):
+            forms = {field.encode_name: field.type for field in kind.fields}
+            return {
+                key: _with_integers(item, forms[key]) if key in forms else item
+                for key, item in value.items()
+            }
+    return value
 
 
 def wrong_type(

@@ -38,8 +38,12 @@ def token_string(token_bytes: bytes) -> str:
 def token_names(tokenizer: Tokenizer, *, as_ids: bool) -> TokenName:
     """Returns a function that names tokens by their text, or as ``token_id:5``."""
     if as_ids:
-        return lambda token_id: f"token_id:{token_id}"
+        return _id_name
     return lambda token_id: token_string(tokenizer.token_bytes(token_id))
+
+
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def finite(logprob: float) -> float:
@@ -110,11 +114,22 @@ class CompletionScores:
             result.top_logprobs.append(None)
             return
         values = [finite(logprob) for logprob in entry.logprobs[: self._k + 1]]
-        names = [self._name(i) for i in entry.token_ids[: self._k + 1]]
         result.token_logprobs.append(values[0])
-        # Tokens may share a name: the sampled token wins, then the more likely one.
-        top = dict(zip(reversed(names), reversed(values), strict=True))
+        top = self._by_name(entry.token_ids[: self._k + 1], values)
         result.top_logprobs.append(as_entry(top, as_json=self.as_json))
+
+    def _by_name(self, token_ids: Sequence[int], values: Sequence[float]) -> dict[str, float]:
+        """Returns the numbers by the names of their tokens.
+
+        Several tokens can have one text, such as a byte and a letter, or IDs without a token. The
+        token itself has it here, else the most likely of them; the others are named by their IDs.
+        """
+        by_name: dict[str, float] = {}
+        by_id = dict(zip(reversed(token_ids), reversed(values), strict=True))
+        for token_id in dict.fromkeys(token_ids):  # the token itself may occur twice
+            name = self._name(token_id)
+            by_name[_id_name(token_id) if name in by_name else name] = by_id[token_id]
+        return by_name
 
 
 def extend(scores: CompletionLogprobs, more: CompletionLogprobs) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.openai.decoding import json_type, wrong_type
+from jaxserve.openai.decoding import json_type, with_integers, wrong_type
 from jaxserve.sampling_params import IDS_AT_ONCE
 
 MAX_PROMPTS = 2048
@@ -56,7 +56,7 @@ def completion_prompts(value: Any, *, param: str = "prompt") -> list[Prompt]:
     if first == "array":
         for i, ids in enumerate(value):
             if not isinstance(ids, list):
-                _converted([ids], list[int], param, param, first=i)
+                _check_each([ids], list[int], param, param, first=i)
         return [_converted(ids, int, param, f"{param}[{i}]") for i, ids in enumerate(value)]
     raise InvalidRequestError(f"{param} must be {_FORMS}, got a list of {first}", param=param)
 
@@ -79,11 +79,13 @@ def _converted(values: list[Any], form: Any, param: str, path: str, *, first: in
         try:
             found += msgspec.convert(part, list[form])
         except msgspec.ValidationError:
-            _refuse_first(part, form, param, path, first=first + start)
+            part = with_integers(part, list[form])
+            _check_each(part, form, param, path, first=first + start)
+            found += part
     return found
 
 
-def _refuse_first(values: list[Any], form: Any, param: str, path: str, *, first: int) -> NoReturn:
+def _check_each(values: list[Any], form: Any, param: str, path: str, *, first: int) -> None:
     """Raises the error for the first value that is not of type ``form``."""
     for i, value in enumerate(values, first):
         try:
@@ -93,4 +95,3 @@ def _refuse_first(values: list[Any], form: Any, param: str, path: str, *, first:
             raise InvalidRequestError(
                 f"{param} must be {_FORMS}: {place.message}", param=param
             ) from error
-    raise AssertionError("every value has the right type")

@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import INLINE_CHARS, TextEngine
-from jaxserve.openai.content import content_text
-from jaxserve.openai.decoding import json_type
+from jaxserve.openai.messages import MAX_MESSAGES, template_messages
 from jaxserve.openai.params import MAX_TEXT_TOKENS, requested_tokens
 from jaxserve.openai.prompt_list import Prompt
 from jaxserve.openai.protocol import GenerationRequest
 from jaxserve.text.chat_template import render_chat
 from jaxserve.text.json_size import size_of
-
-MAX_MESSAGES = 10_000
-MAX_ARGUMENT_CHARS = 2**19
-"""Longest arguments of an earlier tool call: decoding them takes at most 20 ms."""
 
 TEXT_FACTOR = 4
 """A text that is cut to ``truncate_prompt_tokens``, and one for /tokenize or /detokenize, may have
@@ -149,12 +142,13 @@ async def render_prompt(
 
 
 def _render(model: ServedModel, request: ChatPrompt, tools: Sequence[Mapping[str, Any]]) -> str:
-    if model.chat_template is None:
+    template = model.template_for(with_tools=bool(tools))
+    if template is None:
         raise InvalidRequestError(
             "this model has no chat template: use /v1/completions, or start the server with "
             "--chat-template FILE"
         )
-    messages = _messages(request.messages, model.chat_template)
+    messages = template_messages(request.messages, template)
     extra = {**model.template_variables, **(request.chat_template_kwargs or {})}
     check_variables(extra)
     continues = bool(request.continue_final_message)
@@ -171,7 +165,7 @@ def _render(model: ServedModel, request: ChatPrompt, tools: Sequence[Mapping[str
         )
 
     text = render_chat(
-        model.chat_template,
+        template,
         _open_end(messages) if continues else messages,
         add_generation_prompt=not continues and adds_prompt is not False,
         tools=tools or None,
@@ -198,62 +192,3 @@ def _cut_at_open_end(text: str) -> str:
             param="continue_final_message",
         )
     return text[: text.index(_OPEN_END)]
-
-
-def _messages(given: list[dict[str, Any]] | None, template: str) -> list[dict[str, Any]]:
-    """Returns the messages as templates expect them: content is always a string."""
-    if not given:
-        raise InvalidRequestError(
-            "messages must be a list of at least one message", param="messages"
-        )
-    if len(given) > MAX_MESSAGES:
-        raise InvalidRequestError(
-            f"messages: at most {MAX_MESSAGES}, got {len(given)}", param="messages"
-        )
-    messages = []
-    for i, message in enumerate(given):
-        path = f"messages[{i}]"
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise InvalidRequestError(
-                f"{path}.role must be a string, such as 'user', got {role!r:.50}",
-                param=f"{path}.role",
-            )
-        if role == "developer" and "developer" not in template:
-            role = "system"
-        content = content_text(message.get("content"), f"{path}.content")
-        clean = {**message, "role": role, "content": content}
-        if message.get("tool_calls") is not None:
-            clean["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
-        messages.append(clean)
-    return messages
-
-
-def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Returns earlier calls with decoded arguments: clients send JSON, templates want values."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        given = json_type(calls) if not isinstance(calls, list) else "a list with other values"
-        raise InvalidRequestError(f"{path} must be a list of objects, got {given}", param=path)
-    clean = []
-    for i, call in enumerate(calls):
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            _check_arguments(function["arguments"], f"{path}[{i}].function.arguments")
-            try:
-                arguments = msgspec.json.decode(function["arguments"] or "{}")
-            except (msgspec.DecodeError, RecursionError) as error:
-                param = f"{path}[{i}].function.arguments"
-                raise InvalidRequestError(
-                    f"{param} must be the text of a JSON object: {error}", param=param
-                ) from error
-            call = {**call, "function": {**function, "arguments": arguments}}
-        clean.append(call)
-    return clean
-
-
-def _check_arguments(text: str, path: str) -> None:
-    if len(text) > MAX_ARGUMENT_CHARS:
-        raise InvalidRequestError(
-            f"{path} must have at most {MAX_ARGUMENT_CHARS} characters, got {len(text)}",
-            param=path,
-        )

@@ -1,8 +1,8 @@
 """The JSON bodies of the OpenAI API as structs: requests, replies and the chunks of streams.
 
-Unknown fields of a request are ignored, null is the same as absent, and no value is converted from
-one type to another. Fields of type `Any` are checked in the modules that read them: `prompts`,
-`tools`, `structured_output`, and `params`, which refuses features that are not supported.
+Unknown fields of a request are ignored, and null is the same as absent. No value is converted from
+one type to another, except that 3.0 is an integer. The modules that read fields of type `Any` check
+them: `prompts`, `tools`, `structured_output`, and `params`, which refuses unsupported features.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
 
     logprob_token_ids: Any = None
     use_beam_search: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
+from collections.abc import Mapping
 from typing import cast
 
 import msgspec
@@ -25,6 +26,7 @@ from jaxserve.openai.responses_protocol import (
     TextEvent,
     TextLogprob,
 )
+from jaxserve.openai.responses_tools import FunctionTool
 
 
 class ItemWriter:
@@ -32,11 +34,15 @@ class ItemWriter:
 
     Only the last item can be open. Events are numbered from 0.
 
+    Args:
+      tools: the functions that have a namespace, by the names that the model sees.
+
     Attributes:
       items: the items so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Mapping[str, FunctionTool]) -> None:
+        self._tools = tools
         self.items: list[Item] = []
         self._number = -1
         self._is_open = False
@@ -62,6 +68,9 @@ class ItemWriter:
             if call.id is not None:
                 assert call.function.name is not None
                 item = CallItem(_new_id("fc"), call.id, call.function.name)
+                if tool := self._tools.get(item.name):
+                    assert tool.namespace is not None
+                    item.name, item.namespace = tool.definition["name"], tool.namespace
                 events += [*self.close(), self._begin(item)]
             if call.function.arguments:
                 self._texts.append(call.function.arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from jaxserve.openai.logprobs import chat_logprobs
 from jaxserve.openai.params import check_fields
 from jaxserve.openai.protocol import ChatLogprobs
 from jaxserve.openai.response_items import ItemWriter
-from jaxserve.openai.responses_input import function_tools, to_chat, with_response_fields
+from jaxserve.openai.responses_input import to_chat, with_response_fields
 from jaxserve.openai.responses_protocol import (
     Event,
     InputDetails,
@@ -31,6 +31,7 @@ from jaxserve.openai.responses_protocol import (
     ResponsesRequest,
     ResponseUsage,
 )
+from jaxserve.openai.responses_tools import FunctionTool, function_tools
 from jaxserve.text.json_size import size_of
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResponseJob:
-    """The chat job that does the work, and the response before anything was generated."""
+    """The chat job that does the work, and the response before anything was generated.
+
+    Attributes:
+      job: the chat job.
+      response: the response.
+      tools: the functions that have a namespace, by the names that the model sees.
+    """
 
     job: Job
     response: Response
+    tools: Mapping[str, FunctionTool]
 
 
 async def prepare(
@@ -62,6 +70,7 @@ async def prepare(
             job = await chat.prepare_admitted(text_engine, chat_body, permit, request_id=request_id)
     except InvalidRequestError as error:
         raise with_response_fields(error, body) from error
+    tools = function_tools(body)
     response = Response(
         id=job.id.replace("chatcmpl-", "resp_", 1),
         created_at=job.created,
@@ -74,12 +83,13 @@ async def prepare(
         temperature=job.params.temperature,
         text=_text(body),
         tool_choice=body.tool_choice or "auto",
-        tools=[_shown(tool) for tool in function_tools(body)],
+        tools=[_shown(t.definition) for t in tools if t.namespace is None],
         top_logprobs=body.top_logprobs or 0,
         top_p=job.params.top_p,
         user=body.user,
     )
-    return ResponseJob(job, response)
+    in_namespaces = {t.shown_name: t for t in tools if t.namespace is not None}
+    return ResponseJob(job, response, in_namespaces)
 
 
 def _text(request: ResponsesRequest) -> dict[str, Any]:
@@ -91,7 +101,7 @@ def _text(request: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool with all fields that a response shows."""
     return {"type": "function", "description": None, "parameters": None, "strict": False, **tool}
 
@@ -132,7 +142,7 @@ class _Output:
 
     def __init__(self, prepared: ResponseJob) -> None:
         self.response = prepared.response
-        self.writer = ItemWriter()
+        self.writer = ItemWriter(prepared.tools)
         self._job = prepared.job
         self._finish_reason: str | None = None
         self._held_logprobs: list[Any] = []  # of tokens whose text is held back

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.openai.content import content_text, string_field
-from jaxserve.openai.prompts import MAX_MESSAGES
+from jaxserve.openai.messages import MAX_MESSAGES
 from jaxserve.openai.protocol import ChatRequest, GenerationRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
+from jaxserve.openai.responses_tools import FunctionTool, function_tools, shown_name
 
 WITH_LOGPROBS = "message.output_text.logprobs"
 """The value in ``include`` that adds log probabilities to the output."""
@@ -24,6 +26,24 @@ _PARTS: Mapping[str, str] = {
     "refusal": "refusal",
 }
 """The types of parts in an item, with the field that holds the text of each."""
+
+_CALLS: Mapping[str, tuple[str | None, str]] = {
+    "function_call": ("name", "arguments"),
+    "custom_tool_call": ("name", "input"),
+    "mcp_call": ("name", "arguments"),
+    "local_shell_call": (None, "action"),
+    "shell_call": (None, "action"),
+    "apply_patch_call": (None, "operation"),
+}
+"""The types of items that are calls, with the fields that hold their name and their arguments. A
+call without a name has that of its type."""
+
+_TEXT_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_OUTPUTS = (
+    *_TEXT_OUTPUTS,
+    *("local_shell_call_output", "shell_call_output", "apply_patch_call_output"),
+)
+"""The types of items that are the output of a call. Those of tools of the API may be objects."""
 
 _STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 
@@ -44,6 +64,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
     if (request.n or 1) > 1:
         raise InvalidRequestError(f"n must be 1 for a response, got {request.n}", param="n")
     with_logprobs = bool(request.top_logprobs) or WITH_LOGPROBS in (request.include or ())
+    tools = function_tools(request)
     shared = {name: getattr(request, name) for name in GenerationRequest.__struct_fields__}
     shared["response_format"] = _response_format(request)
     if request.max_output_tokens is not None:
@@ -55,27 +76,19 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
         top_logprobs=request.top_logprobs if with_logprobs else None,
         chat_template_kwargs=request.chat_template_kwargs,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
-        tools=[_chat_tool(tool) for tool in function_tools(request)] or None,
-        tool_choice=_tool_choice(request.tool_choice),
+        tools=[tool.in_chat() for tool in tools] or None,
+        tool_choice=_tool_choice(request.tool_choice, tools),
         parallel_tool_calls=request.parallel_tool_calls,
     )
 
 
-def function_tools(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Returns the function tools. Other tools, such as web_search, need a separate service."""
-    return [tool for tool in request.tools or () if tool.get("type", "function") == "function"]
-
-
-def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tool in the form of a chat, which nests the function in the tool."""
-    function = {k: v for k, v in tool.items() if k not in ("type", "strict") and v is not None}
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(value: Any) -> Any:
+def _tool_choice(value: Any, tools: Sequence[FunctionTool]) -> Any:
     """Returns ``tool_choice`` in the form of a chat, which nests a named function."""
     if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
-        return {"type": "function", "function": {"name": value["name"]}}
+        name, namespace = value["name"], value.get("namespace")
+        if namespace is None:
+            namespace = next((t.namespace for t in tools if t.definition.get("name") == name), None)
+        return {"type": "function", "function": {"name": shown_name(name, namespace)}}
     return value
 
 
@@ -130,28 +143,29 @@ class _Chat:
 
     def add(self, item: Any, path: str) -> None:
         kind = item.get("type", "message") if isinstance(item, dict) else None
-        match kind:
-            case "message":
-                self._add_message(item, path)
-            case "function_call":
-                self._add_call(item, path)
-            case "function_call_output":
-                call_id = string_field(item, "call_id", path)
-                output = content_text(item.get("output"), f"{path}.output", _PARTS)
-                self.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-            case "reasoning":
-                content = item.get("content") or item.get("summary") or []
-                self._reasoning = content_text(content, f"{path}.content", _PARTS)
-            case "item_reference":
-                raise InvalidRequestError(
-                    f"{path}: this server stores no items to refer to; send the item", param=path
-                )
-            case _:
-                raise InvalidRequestError(
-                    f"{path}: items must have type 'message', 'reasoning', 'function_call' or "
-                    f"'function_call_output', got {item if kind is None else kind!r:.50}",
-                    param=path,
-                )
+        if kind == "message":
+            self._add_message(item, path)
+        elif kind == "reasoning":
+            content = item.get("content") or item.get("summary") or []
+            self._reasoning = content_text(content, f"{path}.content", _PARTS)
+        elif kind == "item_reference":
+            raise InvalidRequestError(
+                f"{path}: this server stores no items to refer to; send the item", param=path
+            )
+        elif kind in _CALLS:
+            self._add_call(item, path)
+        elif kind in _OUTPUTS:
+            output = item.get("output")
+            if kind not in _TEXT_OUTPUTS:
+                output = _as_text(output)
+            self._add_output(string_field(item, "call_id", path), output, path)
+        elif not isinstance(kind, str) or "content" in item:
+            raise InvalidRequestError(
+                f"{path}: items must have type 'message', 'reasoning', 'function_call' or "
+                f"'function_call_output', got {item if kind is None else kind!r:.50}",
+                param=path,
+            )
+        # Items of other types belong to services that are not here, such as web_search_call.
 
     def _add_message(self, item: dict[str, Any], path: str) -> None:
         role = string_field(item, "role", path)
@@ -162,21 +176,35 @@ class _Chat:
         self.messages.append(message)
 
     def _add_call(self, item: dict[str, Any], path: str) -> None:
-        call = {
-            "id": string_field(item, "call_id", path),
-            "type": "function",
-            "function": {
-                "name": string_field(item, "name", path),
-                "arguments": string_field(item, "arguments", path),
-            },
-        }
+        name_field, arguments_field = _CALLS[item["type"]]
+        name = item["type"].removesuffix("_call")
+        if name_field is not None:
+            name = shown_name(string_field(item, name_field, path), item.get("namespace"))
+        arguments = item.get(arguments_field)
+        if item["type"] == "custom_tool_call":
+            arguments = {"input": arguments}
+        has_only_id = item.get("call_id") is None and item.get("id") is not None
+        call_id = string_field(item, "id" if has_only_id else "call_id", path)
+        function = {"name": name, "arguments": arguments}
         last: dict[str, Any] = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or self._reasoning:
             last = {"role": "assistant", "content": ""}
             if self._reasoning:
                 last["reasoning_content"], self._reasoning = self._reasoning, ""
             self.messages.append(last)
-        last.setdefault("tool_calls", []).append(call)
+        calls = last.setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+        if item["type"] == "mcp_call":  # the output is in the same item
+            self._add_output(call_id, _as_text(item.get("output") or item.get("error")), path)
+
+    def _add_output(self, call_id: str, output: Any, path: str) -> None:
+        content = content_text(output, f"{path}.output", _PARTS)
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+
+def _as_text(value: Any) -> str | None:
+    """Returns a value as text: JSON unless it is a string."""
+    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 def with_response_fields(

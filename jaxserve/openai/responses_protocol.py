@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from jaxserve.openai.protocol import GenerationRequest, ReasoningEffort, TopLogprob
 
@@ -89,13 +90,14 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A function call of the model."""
+    """A function call of the model; ``namespace`` is set if the function has one."""
 
     id: str
     call_id: str
     name: str
     status: str = "in_progress"
     arguments: str = ""
+    namespace: str | UnsetType = UNSET
 
 
 Item = MessageItem | ReasoningItem | CallItem

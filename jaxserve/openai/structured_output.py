@@ -156,9 +156,12 @@ def _response_format(value: Any, field: str) -> Grammar | None:
     kind = value.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
+    own = value.get("schema")  # where llama.cpp and others have it
+    if own is not None and (kind == "json_object" or value.get("json_schema") is None):
+        value = {"json_schema": {"schema": own}}
+    elif kind == "json_object":
         return Grammar("json_object")
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise InvalidRequestError(
             f"{field}.type must be {_FORMATS}, got {kind!r:.100}", param=field
         )
@@ -191,7 +194,9 @@ def _structured_outputs(value: Any, field: str) -> Grammar | None:
 
 
 def _guided(value: Any, field: str) -> Grammar | None:
-    return None if value is None else _of_kind(field.removeprefix("guided_"), value, field)
+    # An empty grammar is the default of llama.cpp.
+    is_set = value is not None and not (field == "grammar" and value == "")
+    return _of_kind(_FIELDS[field], value, field) if is_set else None
 
 
 def _of_kind(kind: str, value: Any, field: str) -> Grammar:
@@ -209,9 +214,15 @@ def _of_kind(kind: str, value: Any, field: str) -> Grammar:
             return Grammar("grammar", value)
         case "choice", [_, *_] if all(isinstance(text, str) for text in value):
             return Grammar("choice", dumps(value))
-    name = field if field.startswith("guided_") else f"{field}.{kind}"
+    name = field if field in _FIELDS else f"{field}.{kind}"
     raise InvalidRequestError(f"{name} must be {_EXPECTED[kind]}, got {value!r:.100}", param=field)
 
+
+_FIELDS = {
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
+    **{"json_schema": "json", "grammar": "grammar", "ebnf": "grammar", "regex": "regex"},
+}
+"""The fields that hold a grammar alone, with its kind: those of vLLM, llama.cpp and SGLang."""
 
 _EXPECTED = {
     "json": "a JSON schema, as an object or as a string",
@@ -225,8 +236,5 @@ _EXPECTED = {
 _READERS = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
-    "guided_json": _guided,
-    "guided_regex": _guided,
-    "guided_choice": _guided,
-    "guided_grammar": _guided,
+    **dict.fromkeys(_FIELDS, _guided),
 }

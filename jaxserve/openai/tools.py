@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
 from collections.abc import Callable, Mapping
@@ -12,12 +13,14 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.served_model import ServedModel
+from jaxserve.openai.content import joined
 from jaxserve.openai.decoding import wrong_type
 from jaxserve.openai.protocol import ChatRequest
 from jaxserve.parsing.forced_calls import json_array_calls, named_call
 from jaxserve.parsing.parser import MessageParser, Parser
 from jaxserve.parsing.registry import reasoning_parser, tool_parser
 from jaxserve.parsing.scanner import NAME
+from jaxserve.text.chat_template import shows_tools
 
 MAX_TOOLS = 512
 MAX_NAME_CHARS = 256
@@ -74,16 +77,55 @@ def read_tools(request: ChatRequest, model: ServedModel) -> ToolUse:
     choice, name = _choice(request.tool_choice, parameters)
     if choice == "none":
         return ToolUse()
-    if model.tool_call_parser is None:
-        raise InvalidRequestError(
-            "the chat template of this model has no known format for tool calls; start the server "
-            "with --tool-call-parser NAME (and --chat-template FILE), or send tool_choice 'none'",
-            param="tools",
-        )
     assert request.tools is not None
-    return ToolUse(
+    use = ToolUse(
         tuple(request.tools), parameters, choice, name, request.parallel_tool_calls is not False
     )
+    # Forced calls are plain JSON, whatever the format of the model.
+    if model.tool_call_parser is None and not use.is_enforced:
+        raise InvalidRequestError(
+            "the chat template of this model has no known format for tool calls; start the server "
+            "with --tool-call-parser NAME (and --chat-template FILE), or send tool_choice "
+            "'required' or 'none'",
+            param="tools",
+        )
+    return use
+
+
+def with_tools_text(request: ChatRequest, use: ToolUse, model: ServedModel) -> ChatRequest:
+    """Returns the request with a text about its tools, if it needs one.
+
+    That is if the model must call a tool, but its template cannot show any. The text stands at the
+    end of the system message. Without one it stands at the start of the first user message: not
+    every template accepts a system message, and some have a default one.
+    """
+    template = model.template_for(with_tools=True)
+    messages = request.messages
+    if not use.is_enforced or not messages or template is None or shows_tools(template):
+        return request
+    roles = [message.get("role") for message in messages]
+    place = 0 if roles[0] in ("system", "developer") or "user" not in roles else roles.index("user")
+    message, text = messages[place], _tools_text(use)
+    content = message.get("content")
+    if not isinstance(content, str | list | None):
+        return request  # rendering refuses it
+    is_system = message.get("role") in ("system", "developer")
+    shown = joined(content, text) if is_system else joined(text, content)
+    messages = [*messages[:place], {**message, "content": shown}, *messages[place + 1 :]]
+    return msgspec.structs.replace(request, messages=messages)
+
+
+def _tools_text(use: ToolUse) -> str:
+    functions = [tool["function"] for tool in use.definitions]
+    if use.name is None:
+        form = '[{"name": function name, "parameters": object with its arguments}]'
+        answer = f"Call one or more of these functions. Answer with JSON of the form {form}."
+        if not use.parallel:
+            answer = answer.replace("one or more", "one")
+    else:
+        functions = [function for function in functions if function["name"] == use.name]
+        answer = "Call this function. Answer with the JSON object of its arguments."
+    return "\n".join([answer, *(json.dumps(f, ensure_ascii=False) for f in functions)])
 
 
 def make_parser(model: ServedModel, use: ToolUse, prompt: str) -> MessageParser | None:

@@ -134,7 +134,7 @@ class GrammarConstraint:
             with self._timed():
                 self._fill(head)
             if not mask.any():
-                self._fail(first_error(self._matcher) or "no token can follow")
+                self._fail(first_error(self._matcher, has_text=True) or "no token can follow")
         if self._error is not None:
             mask.fill(ALL)
 
@@ -147,13 +147,13 @@ class GrammarConstraint:
         with self._timed():
             is_taken = self._matcher.consume_token(token_id)
         if not is_taken:
-            self._fail(f"token {token_id}: {first_error(self._matcher)}")
+            self._fail(f"token {token_id}: {first_error(self._matcher, has_text=True)}")
         if self._error is not None:
             return FinishReason.ERROR
         if self._matcher.is_stopped():
-            if self._matcher.stop_reason() in COMPLETE:
+            if not self._matcher.is_error() and self._matcher.stop_reason() in COMPLETE:
                 return FinishReason.STOP
-            self._fail(first_error(self._matcher) or self._matcher.stop_reason())
+            self._fail(first_error(self._matcher, has_text=True) or self._matcher.stop_reason())
             return FinishReason.ERROR
         length = self._vocabulary.space_lengths.get(token_id)
         self._num_spaces = 0 if length is None else self._num_spaces + length

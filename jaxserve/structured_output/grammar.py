@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import llguidance
 import numpy as np
@@ -17,6 +18,8 @@ from llguidance import LLMatcher, LLParserLimits
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import Grammar
+from jaxserve.structured_output.json_schema import prepared
+from jaxserve.structured_output.lark_rules import endless_rule
 from jaxserve.structured_output.vocabulary import Vocabulary, tokens_in
 
 MAX_CHOICES = 1024
@@ -31,8 +34,16 @@ MAX_ROW_ITEMS_OF_RULES, MAX_STEP_ITEMS_OF_RULES = 500, 10_000
 """The same limits for grammars of rules, which can be ambiguous: the cost of a state grows with the
 number of states, and with the limits above one token can take half a minute."""
 
-NUM_TRIED_TOKENS = 16
-"""Tokens that a check of a grammar of rules generates, to find out whether they take too long."""
+NUM_TRIED_TEXTS, NUM_TRIED_TOKENS = 4, 64
+"""Number of random texts that a check generates, and of tokens in each. Some grammars fail, or get
+too slow, only after a few tokens."""
+
+TRY_TIME_S = 0.25
+"""Processor time after which a check generates no more, unless the grammar has rules: one with many
+ambiguities can be that slow at every token, and the check has to take too long then."""
+
+NUM_RULE_TOKENS = 16
+"""Tokens that a check of a grammar of rules always generates."""
 
 MAX_MESSAGE_CHARS = 500
 
@@ -41,6 +52,8 @@ WHITESPACE = r" ?|\n( {0,12}|\t{0,6})"
 
 MAX_SPACES = 32
 """Maximum number of successive whitespace bytes in JSON, strings included."""
+
+_CLOSING, _SEPARATING, _SPACES = b"}]", b'",:', b" \t\n\r"
 
 _JSON_KINDS = ("json_object", "json_schema")
 
@@ -60,28 +73,70 @@ def check_grammar(grammar: Grammar, vocabulary: Vocabulary) -> None:
         text; the message names the keyword or the problem. ``param`` is None.
     """
     matcher = make_matcher(grammar, vocabulary)
-    # Some errors appear when the first token is computed, others when it is consumed.
-    mask = np.zeros(vocabulary.num_words, np.uint32)
-    if not matcher.is_error():
-        vocabulary.fill(matcher, mask)
-    first = next((int(i) for i in tokens_in(mask)[:2] if i != vocabulary.eos_token_id), None)
-    if not matcher.is_error() and first is not None:
-        matcher.consume_token(first)
-    if matcher.is_error():
-        raise InvalidRequestError(f"{name_of(grammar)}: {first_error(matcher)}")
-    if grammar.kind == "grammar":
-        _try_tokens(vocabulary, matcher, mask)
-
-
-def _try_tokens(vocabulary: Vocabulary, matcher: LLMatcher, mask: np.ndarray) -> None:
-    """Generates some random tokens, so that the check of a slow grammar takes too long."""
+    _raise_error_of(matcher, grammar)
+    if grammar.kind == "grammar" and (rule := endless_rule(_lark_in(_of_kind(grammar)))):
+        raise InvalidRequestError(
+            f"{name_of(grammar)}: no text of finite length matches the rule {rule[:100]!r}"
+        )
     source = random.Random(0)
-    for _ in range(NUM_TRIED_TOKENS):
+    end = time.thread_time() + TRY_TIME_S
+    for i in range(NUM_TRIED_TEXTS):
+        copy, goes_on = matcher.deep_copy(), i % 2 == 1
+        _try_text(grammar, vocabulary, copy, source, goes_on=goes_on, end=end, is_first=i == 0)
+
+
+def _try_text(
+    grammar: Grammar,
+    vocabulary: Vocabulary,
+    matcher: LLMatcher,
+    source: random.Random,
+    *,
+    goes_on: bool,
+    end: float,
+    is_first: bool,
+) -> None:
+    """Generates a random text as an engine would. Raises InvalidRequestError if that fails."""
+    mask = np.zeros(vocabulary.num_words, np.uint32)
+    for i in range(NUM_TRIED_TOKENS):
+        must_go_on = is_first and (i == 0 or (i < NUM_RULE_TOKENS and grammar.kind == "grammar"))
+        if matcher.is_stopped() or (time.thread_time() > end and not must_go_on):
+            break
         vocabulary.fill(matcher, mask)
-        allowed = tokens_in(mask)
-        if matcher.is_error() or matcher.is_stopped() or not len(allowed):
-            return
-        matcher.consume_token(int(source.choice(allowed)))
+        _raise_error_of(matcher, grammar, has_text=i > 0)
+        token = _random_token(vocabulary, tokens_in(mask), source, goes_on=goes_on)
+        matcher.consume_token(token)
+    _raise_error_of(matcher, grammar, has_text=True)
+
+
+def _random_token(
+    vocabulary: Vocabulary, allowed: np.ndarray, source: random.Random, *, goes_on: bool
+) -> int:
+    """Returns a random token.
+
+    Its first byte is drawn before the rest, because most tokens are words, and a token drawn among
+    all would rarely be anything else. White space comes last. A text that ``goes_on`` closes
+    nothing while it can add something; another one often closes what is open.
+    """
+    first = vocabulary.first_bytes[allowed]
+    choices = _without(np.unique(first), _SPACES)
+    if goes_on:
+        choices = _without(_without(choices, _CLOSING), _SEPARATING)
+    elif source.random() < 0.5:
+        ends = choices[np.isin(choices, [*_CLOSING, *_SEPARATING])]
+        choices = ends if len(ends) else choices
+    return int(source.choice(allowed[first == source.choice(choices)]))
+
+
+def _without(choices: np.ndarray, some: bytes) -> np.ndarray:
+    """Returns the bytes that are not in ``some``, unless none is left."""
+    rest = choices[~np.isin(choices, list(some))]
+    return rest if len(rest) else choices
+
+
+def _raise_error_of(matcher: LLMatcher, grammar: Grammar, *, has_text: bool = False) -> None:
+    if matcher.is_error():
+        error = first_error(matcher, has_text=has_text)
+        raise InvalidRequestError(f"{name_of(grammar)}: {error}")
 
 
 def make_matcher(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
@@ -101,13 +156,22 @@ def make_matcher(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
     return vocabulary.matcher(_to_llguidance(grammar), limits)
 
 
-def first_error(matcher: LLMatcher) -> str:
-    """Returns a short message about the error of a matcher; "" if there is no error."""
+def first_error(matcher: LLMatcher, *, has_text: bool = False) -> str:
+    """Returns a short message about the error of a matcher; "" if there is no error.
+
+    Args:
+      matcher: a matcher.
+      has_text: whether it has taken tokens.
+    """
     # The text after <state> is the internal state of llguidance.
     message = matcher.get_error().partition("<state>")[0]
     if "initial_lexer_fuel" in message:
         return "it is too much work to compile"  # llguidance's message names its own options
-    return "no text matches it" if message.strip() == "NoExtensionBias" else _shorten(message)
+    if "coerce_one_of" in message:
+        return "a value can match several schemas of a oneOf; use anyOf, or make them exclusive"
+    if message.strip() == "NoExtensionBias":
+        return "nothing can follow part of a text" if has_text else "no text matches it"
+    return _shorten(message)
 
 
 def is_json(grammar: Grammar) -> bool:
@@ -134,6 +198,11 @@ def _to_llguidance(grammar: Grammar) -> str:
     return json.dumps({"grammars": [{"lark_grammar": tag}, {**content, "name": "content"}]})
 
 
+def _lark_in(source: str) -> str:
+    """Returns the Lark text in the source of a grammar of rules."""
+    return json.loads(source)["grammars"][0]["lark_grammar"] if source.startswith("{") else source
+
+
 def _of_kind(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_object":
@@ -149,9 +218,13 @@ def _of_kind(grammar: Grammar) -> str:
 
 
 def _json_schema(schema: str) -> str:
-    if not isinstance(json.loads(schema), dict):
+    given = json.loads(schema)
+    if not isinstance(given, dict):
         raise ValueError("expected a JSON object")
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    ready = prepared(given)
+    if not isinstance(ready, dict):
+        raise ValueError("no finite value matches it")
+    return LLMatcher.grammar_from_json_schema(ready, overrides={"whitespace_pattern": WHITESPACE})
 
 
 def _choice(spec: str) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.structured_output.grammar import WHITESPACE
+from jaxserve.structured_output.json_schema import prepared
 from jaxserve.text.tokenizer import Tokenizer
 
 TagTerm = Callable[[str], str]
@@ -63,8 +64,17 @@ def quoted(text: str) -> str:
 
 
 def json_term(schema: dict[str, Any]) -> str:
-    """Returns the Lark term for JSON that matches a schema."""
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+    """Returns the Lark term for JSON that matches a schema of a tool.
+
+    Raises:
+      InvalidRequestError: no finite JSON matches it.
+    """
+    ready = prepared(schema)
+    if not isinstance(ready, dict):
+        raise InvalidRequestError(
+            "tools: no finite value matches one of the schemas", param="tools"
+        )
+    return "%json " + json.dumps({**ready, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
 class RuleWriter:

@@ -53,6 +53,7 @@ class Vocabulary:
       num_words: number of words in a mask.
       eos_token_id: ID of the token that stands for the end of the text.
       special_ids: IDs of the tokens that stand for no text.
+      first_bytes: u8[len(tokens)], the first byte of each token; 0 if it has none.
       space_mask: u32[num_words], the tokens that begin with whitespace.
       space_lengths: IDs of the tokens that are only whitespace -> their length in bytes.
     """
@@ -65,6 +66,7 @@ class Vocabulary:
         other = max(self.special_ids, default=size - 1)
         self.eos_token_id = other if eos is None or eos >= size else eos
         self.tokens = [tokenizer.token_bytes(i) for i in range(size)]
+        self.first_bytes = np.array([token[0] if token else 0 for token in self.tokens], np.uint8)
         self.num_words = -(-size // 32)
         adapter: Any = LLGuidanceTokenizer(
             tokenizer, self.tokens, self.eos_token_id, self.special_ids

@@ -9,6 +9,7 @@ from string import ascii_lowercase
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from jaxserve.text.template_files import ChatTemplates
 from jaxserve.text.token_bytes import SPACE_MARK
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -88,4 +89,5 @@ def spm_backend(pieces: Sequence[str] = ()) -> Backend:
 
 def tiny_tokenizer() -> Tokenizer:
     """Returns the tiny tokenizer with a chat template; it adds no special tokens to a string."""
-    return Tokenizer(tiny_backend(), special_tokens=SPECIAL_TOKENS, chat_template=CHAT_TEMPLATE)
+    templates = ChatTemplates(CHAT_TEMPLATE)
+    return Tokenizer(tiny_backend(), special_tokens=SPECIAL_TOKENS, chat_templates=templates)

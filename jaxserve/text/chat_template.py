@@ -93,7 +93,7 @@ def render_chat(
     except _Refused as error:
         raise _refusal(str(error)) from error
     except Exception as error:  # a template is a program and can fail in any way
-        raise _refusal(f"the chat template failed: {type(error).__name__}: {error}") from error
+        raise _refusal(f"the chat template failed: {error}") from error
 
 
 def _refusal(message: str) -> InvalidRequestError:
@@ -145,6 +145,16 @@ def _compile(template: str) -> tuple[jinja2.Template, bool]:
     environment.globals["namespace"] = _Namespace
     wants_parts = _wants_parts(environment.parse(template))
     return environment.from_string(template), wants_parts
+
+
+@functools.lru_cache(maxsize=16)
+def shows_tools(template: str) -> bool:
+    """Returns True if a template reads the variable ``tools``, or is not valid."""
+    try:
+        tree = _Environment(extensions=[_GenerationTag, loopcontrols]).parse(template)
+    except jinja2.TemplateSyntaxError:
+        return True  # rendering it reports the error
+    return any(name.name == "tools" for name in tree.find_all(nodes.Name))
 
 
 def _wants_parts(template: nodes.Template) -> bool:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.text.model_files import check_file, read_text
+from jaxserve.text.template_files import ChatTemplates, read_chat_templates
 from jaxserve.text.token_bytes import byte_rule
 
 MAX_IDS = 2**32
@@ -50,12 +51,12 @@ class Tokenizer:
       backend: a byte-level or sentencepiece tokenizer. It is modified: ``special_tokens`` become
         special in it, and it no longer truncates or pads.
       special_tokens: names as in tokenizer_config.json (``bos_token``...) -> text of the token.
-      chat_template: jinja source, or None.
+      chat_templates: the chat templates of the model.
       add_bos: whether encoding puts the ``bos_token`` first; None: as the backend does.
 
     Attributes:
       special_tokens: as given.
-      chat_template: as given.
+      chat_templates: as given.
       special_ids: IDs of the tokens that `decode` leaves out of the text by default.
 
     Raises:
@@ -67,14 +68,14 @@ class Tokenizer:
         backend: Backend,
         *,
         special_tokens: Mapping[str, str],
-        chat_template: str | None = None,
+        chat_templates: ChatTemplates | None = None,
         add_bos: bool | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         _mark_special(backend, special_tokens.values())
         self.special_tokens = dict(special_tokens)
-        self.chat_template = chat_template
+        self.chat_templates = chat_templates or ChatTemplates()
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -111,9 +112,16 @@ class Tokenizer:
         return cls(
             backend,
             special_tokens=special_tokens,
-            chat_template=_read_chat_template(folder, config),
+            chat_templates=read_chat_templates(
+                folder, config, _read_json(folder / "chat_template.json")
+            ),
             add_bos=config.get("add_bos_token"),
         )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template for chats without tools, or None."""
+        return self.chat_templates.default
 
     @property
     def vocab_size(self) -> int:
@@ -248,23 +256,3 @@ def _token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        try:
-            return read_text(path)
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is not UTF-8: {error}") from error
-    template = config.get("chat_template") or _read_json(folder / "chat_template.json").get(
-        "chat_template"
-    )
-    if isinstance(template, list):  # several named templates
-        named = [entry for entry in template if isinstance(entry, dict)]
-        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(
-            f"the chat template in {folder} must be a string, got {template!r:.100}"
-        )
-    return template

@@ -41,10 +41,19 @@ async def stored_response(request: Request) -> Response:
     raise HTTPException(404, "this server stores no responses")
 
 
+async def no_such_endpoint(request: Request) -> Response:
+    """Says that a path under /v1/responses is missing: it is not a stored response."""
+    path = request.scope["path"][:200]
+    raise HTTPException(404, f"there is nothing at {path}; send requests to /v1/responses")
+
+
 routes = [
     *(
         Route(path, partial(create, endpoint=endpoint), methods=["POST"])
         for path, endpoint in ENDPOINTS.items()
     ),
-    Route("/v1/responses/{response_id:path}", stored_response, methods=["GET", "POST", "DELETE"]),
+    Route("/v1/responses/{response_id}", stored_response, methods=["GET", "DELETE"]),
+    Route("/v1/responses/{name}", no_such_endpoint, methods=["POST"]),
+    Route("/v1/responses/{response_id}/input_items", stored_response),
+    Route("/v1/responses/{response_id}/cancel", stored_response, methods=["POST"]),
 ]

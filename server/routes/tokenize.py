@@ -99,7 +99,10 @@ async def _text(text_engine: TextEngine, body: DetokenizeRequest) -> bytes:
         )
 
     def work(caller: Caller) -> bytes:
-        check_ids(ids, model.tokenizer.vocab_size, param="tokens")
+        # The logits can be wider than the tokenizer, so completions can have IDs that it lacks. It
+        # can also be wider than the logits, and /tokenize returns such IDs.
+        size = max(model.vocab_size, model.tokenizer.vocab_size)
+        check_ids(ids, size, param="tokens")
         caller.check()
         return msgspec.json.encode(
             {"prompt": model.tokenizer.decode(ids, skip_special_tokens=False)}

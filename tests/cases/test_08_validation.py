@@ -201,7 +201,7 @@ def test_js_122_unknown_models_are_refused(server, path, name, stream) -> None:
 def test_js_124_values_of_another_type_are_refused(server, path) -> None:
     wrong_values = {
         float: ["0.7", True, False, [1], {}, "x"],
-        int: ["5", True, False, 1.5, 1.0, [], {}],
+        int: ["5", True, False, 1.5, 1e30, [], {}],
         bool: ["true", "false", 1, 0, "", [], {}],
         str: [5, True, [], {}],
     }

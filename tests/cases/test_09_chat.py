@@ -10,6 +10,7 @@ from jaxserve.testing.api_client import CHAT, COMPLETIONS
 from jaxserve.testing.scripted_checkpoint import EOS
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 from jaxserve.testing.tiny_tokenizer import SPECIAL_TOKENS, full_backend
+from jaxserve.text.template_files import ChatTemplates
 
 BOS = SPECIAL_TOKENS["bos_token"]
 ROLES = "{% for m in messages %}[{{ m['role'] }}:{{ m['content'] }}]{% endfor %}"
@@ -37,7 +38,8 @@ def set_template(server, monkeypatch):
     """``set_template(source)`` replaces the chat template of the server."""
 
     def set_template(source: str) -> None:
-        model = dataclasses.replace(server.text_engine.model, chat_template=source)
+        templates = ChatTemplates(source)
+        model = dataclasses.replace(server.text_engine.model, chat_templates=templates)
         monkeypatch.setattr(server.text_engine, "model", model)
 
     return set_template

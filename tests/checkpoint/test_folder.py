@@ -38,7 +38,7 @@ def test_reads_a_written_checkpoint(tmp_path: Path, dtype: str, num_shards: int)
     checkpoint = FolderCheckpoint(folder)
     assert (checkpoint.name, checkpoint.path) == ("M", folder)
     assert checkpoint.config == config
-    end = config["eos_token_id"]
+    end = [config["eos_token_id"]]
     assert checkpoint.generation_config == {"top_k": 5, "eos_token_id": end}
     read = list(checkpoint.tensors())
     assert [name for name, _ in read] == checkpoint.tensor_names
@@ -52,7 +52,7 @@ def test_reads_a_written_checkpoint(tmp_path: Path, dtype: str, num_shards: int)
 
 def test_generation_config_is_optional(sharded: Path) -> None:
     checkpoint = FolderCheckpoint(sharded, name="other")
-    end = checkpoint.config["eos_token_id"]
+    end = [checkpoint.config["eos_token_id"]]
     assert checkpoint.generation_config == {"eos_token_id": end}
     assert FolderCheckpoint(sharded, name="other").name == "other"
 

@@ -154,6 +154,15 @@ def test_tokens_and_template_of_the_default_model(metadata: dict[str, Any]) -> N
     assert ours.token_bytes(0) == b"<|endoftext|>"
 
 
+def test_reads_the_template_for_tools(metadata: dict[str, Any]) -> None:
+    templates = build_tokenizer(
+        {**metadata, "tokenizer.chat_template.tool_use": "tools"}
+    ).chat_templates
+    assert (templates.default, templates.tool_use) == (metadata["tokenizer.chat_template"], "tools")
+    with pytest.raises(CheckpointError, match="must be a string"):
+        build_tokenizer({**metadata, "tokenizer.chat_template.tool_use": 5})
+
+
 def tiny_metadata(**changes: Any) -> dict[str, Any]:
     tokens = ["<s>", "</s>", "a", "b", "Ġ", "ab", "Ġab", "  ", "<t>"]
     fields = {

@@ -36,7 +36,7 @@ CASES: list[tuple[Any, dict[str, Any], str, str]] = [
         "min_tokens",
         r"at most max_completion_tokens \(5\), got 9",
     ),
-    (COMPLETION, {"prompt": [1.0]}, "prompt", r"prompt\[0\]: Expected int, got float"),
+    (COMPLETION, {"prompt": [1.5]}, "prompt", r"prompt\[0\]: Expected int, got float"),
     (COMPLETION, {"prompt": [1, "a"]}, "prompt", r"prompt\[1\]: Expected int, got str"),
     (COMPLETION, {"prompt": [[1], "a"]}, "prompt", r"prompt\[1\]: Expected array, got str"),
     (COMPLETION, {"prompt": [None]}, "prompt", "a list of either, got a list of null"),

@@ -12,6 +12,7 @@ from jaxserve.openai import prompts
 from jaxserve.testing.openai_calls import MESSAGES, ask, complete
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.text.chat_template import render_chat
+from jaxserve.text.template_files import ChatTemplates
 
 
 async def test_accepts_every_form_of_prompt() -> None:
@@ -141,7 +142,7 @@ async def test_a_template_that_fails_or_is_missing_is_an_error() -> None:
         await ask(scripted_text_engine("hello", chat_template="{# nothing #}"), {})
     assert caught.value.param == "messages"
     text_engine = scripted_text_engine("hello")
-    text_engine.model = dataclasses.replace(text_engine.model, chat_template=None)
+    text_engine.model = dataclasses.replace(text_engine.model, chat_templates=ChatTemplates())
     with pytest.raises(InvalidRequestError, match="--chat-template"):
         await ask(text_engine, {})
     assert (await complete(text_engine, {})).choices[0].text == "hello"

@@ -317,12 +317,16 @@ async def test_chats_return_logprobs(top) -> None:
     assert (await ask(text_engine, {"logprobs": False}))["choices"][0]["logprobs"] is None
 
 
-async def test_tokens_with_equal_text_do_not_hide_the_sampled_one() -> None:
+async def test_tokens_with_equal_text_do_not_hide_each_other() -> None:
     # IDs from 272 on are not in the tokenizer and have no text.
     text_engine = scripted_text_engine([290])
     reply = await complete(text_engine, {"logprobs": 4})
     logprobs = reply["choices"][0]["logprobs"]
-    assert logprobs["top_logprobs"][0] == {"": logprobs["token_logprobs"][0]}
+    top = logprobs["top_logprobs"][0]
+    assert top[""] == logprobs["token_logprobs"][0]
+    assert len(top) == 4
+    assert max(top.values()) > top[""]
+    assert all(name == "" or name.startswith("token_id:") for name in top)
 
 
 async def test_special_tokens_show_on_request_and_added_tokens_always() -> None:

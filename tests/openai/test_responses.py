@@ -251,7 +251,7 @@ async def test_items_become_messages() -> None:
         ({"input": 5}, "input"),
         ({"input": [5]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        ({"input": [{"type": "foo"}]}, "input[0]"),
+        ({"input": [{"type": "foo", "content": "x"}]}, "input[0]"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
         (

@@ -20,7 +20,10 @@ TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "g"}},
 ]
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> <think> #}"
+TEMPLATE = (
+    "{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{# <tool_call> <think> #}"
+)
 
 
 def make_text_engine(

@@ -175,7 +175,8 @@ def test_a_failing_constraint_ends_only_its_own_request(runner):
     reasons = {name: request_outputs[-1].finish_reason for name, request_outputs in outputs.items()}
     assert reasons.pop(broken) == FinishReason.ERROR
     assert set(reasons.values()) == {FinishReason.LENGTH}
-    assert outputs[broken][-1].error == "broken"
+    last = outputs[broken][-1]
+    assert (last.error, last.is_user_error) == ("broken", True)
     assert len(tokens_of(outputs[broken])) == 3
 
 

@@ -113,6 +113,8 @@ class Evens:
     """A constraint that allows even tokens, and after one that is divisible by 4 only multiples
     of 3 as well."""
 
+    error = None
+
     def __init__(self) -> None:
         self.last = 2
 

@@ -35,6 +35,8 @@ def sampler(request) -> TokenSampler:
 class Fixed:
     """A constraint that always allows the same tokens."""
 
+    error = None
+
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
 

@@ -20,6 +20,7 @@ from jaxserve.openai import (
     errors,
     json_structure,
     limits,
+    messages,
     params,
     prompt_list,
     prompts,
@@ -271,13 +272,13 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "time to receive the head; time that a connection may be idle": [
             serving.keep_alive_timeout
         ],
-        "prompts in a request; messages": [prompt_list.MAX_PROMPTS, prompts.MAX_MESSAGES],
+        "prompts in a request; messages": [prompt_list.MAX_PROMPTS, messages.MAX_MESSAGES],
         "calls of `/tokenize` and `/detokenize` in flight": [text_engine.MAX_TEXT_CALLS],
         "text for `/tokenize`, IDs for `/detokenize`, texts cut by `truncate_prompt_tokens`": [
             prompts.TEXT_FACTOR,
             params.MAX_TEXT_TOKENS,
         ],
-        "arguments of an earlier tool call": [prompts.MAX_ARGUMENT_CHARS],
+        "arguments of an earlier tool call": [messages.MAX_ARGUMENT_CHARS],
         "token IDs in parameters, times the completions of the request": [limits.MAX_PARAMETER_IDS],
         "tokens of prompts that a reply repeats; log probabilities of prompt tokens in it, "
         "counting up to 21 at a position": [

@@ -15,6 +15,7 @@ from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output import constraint as grammars
 from jaxserve.structured_output.constraint import MAX_EXTRA_TIME_S, TOKEN_TIME_S, GrammarCompiler
+from jaxserve.structured_output.grammar import check_grammar
 from jaxserve.structured_output.vocabulary import Vocabulary
 from jaxserve.structured_output.worker import GrammarWorker
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
@@ -262,10 +263,6 @@ def checked_and_compiled(smollm2):
         (Grammar("regex", AMBIGUOUS_PATTERN[: 7 * 100]), True),
         (Grammar("regex", "(aa){1,300}|(aaa){1,300}|(a{5}){1,300}|(a{7}){1,300}"), True),
         (Grammar("regex", r"((a{0,100}){0,100}){0,100}"), True),
-        (
-            Grammar("json_schema", json.dumps({"type": "string", "pattern": AMBIGUOUS_PATTERN})),
-            True,
-        ),
         (with_patterns(20), False),
         (with_patterns(3), True),
         (Grammar("grammar", f"start: /{AMBIGUOUS_PATTERN[:-1]}/"), False),
@@ -277,6 +274,11 @@ def checked_and_compiled(smollm2):
 def test_a_grammar_compiles_exactly_if_its_check_passes(checked_and_compiled, grammar, expected):
     """The work for a grammar grows with the vocabulary, so both must use the same one."""
     assert checked_and_compiled(grammar) == (expected, expected)
+
+
+def test_the_check_refuses_a_grammar_that_compiles_and_then_fails(checked_and_compiled):
+    schema = json.dumps({"type": "string", "pattern": AMBIGUOUS_PATTERN})
+    assert checked_and_compiled(Grammar("json_schema", schema)) == (False, True)
 
 
 def test_the_tokens_are_read_once_and_only_when_needed(monkeypatch):
@@ -326,3 +328,26 @@ def test_many_slow_tokens_end_a_request(make_constraint, monkeypatch):
     assert reasons[:9] == [None] * 9
     assert reasons[11] is FinishReason.ERROR
     assert len(allowed(constraint)) == -(-VOCAB // 32) * 32
+
+
+def test_a_dead_end_names_the_reason(make_constraint, monkeypatch):
+    """After the comma no name is left. Without the rewriting of schemas, llguidance allows it."""
+    monkeypatch.setattr("jaxserve.structured_output.grammar.prepared", lambda schema: schema)
+    pattern = {"patternProperties": {"^a$": {"type": "integer"}}, "additionalProperties": False}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **pattern}
+    constraint = make_constraint(Grammar("json_schema", json.dumps(schema)))
+    for token in TOKENIZER.encode('{"a":1, '):
+        assert constraint.accept(token) is None
+    assert constraint.error is None
+    assert len(allowed(constraint)) == -(-VOCAB // 32) * 32
+    assert constraint.error.endswith("nothing can follow part of a text")
+    assert constraint.accept(0) is FinishReason.ERROR
+
+
+def test_the_check_finds_a_dead_end(monkeypatch):
+    monkeypatch.setattr("jaxserve.structured_output.grammar.prepared", lambda schema: schema)
+    pattern = {"patternProperties": {"^a$": {"type": "integer"}}, "additionalProperties": False}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammar = Grammar("json_schema", json.dumps({**schema, **pattern}))
+    with pytest.raises(InvalidRequestError, match="nothing can follow part of a text"):
+        check_grammar(grammar, Vocabulary(TOKENIZER, VOCAB))

@@ -84,7 +84,9 @@ def test_writes_a_checkpoint(tmp_path: Path) -> None:
     )
     checkpoint = FolderCheckpoint(tmp_path)
     tokenizer = checkpoint.tokenizer()
-    assert checkpoint.generation_config == {"eos_token_id": [2, 7]}
+    assert checkpoint.generation_config == {
+        "eos_token_id": [2, 7, checkpoint.config["eos_token_id"]]
+    }
     assert tokenizer.chat_template is None
     assert tokenizer.encode("") == [tokenizer.bos_token_id]
     assert checkpoint.config["eos_token_id"] == tokenizer.eos_token_id

@@ -211,10 +211,10 @@ def test_an_error_that_the_template_raises_reaches_the_client() -> None:
     ("template", "complaint"),
     [
         ("{% for %}", "not valid: line 1"),
-        ("{{ messages[0].content + 1 }}", "failed: TypeError"),
-        ("{{ messages[0].nothing.more }}", "failed: UndefinedError"),
-        ("{{ 1 / 0 }}", "failed: ZeroDivisionError"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed: RecursionError"),
+        ("{{ messages[0].content + 1 }}", "failed: can only concatenate str"),
+        ("{{ messages[0].nothing.more }}", "failed: .* has no attribute 'nothing'"),
+        ("{{ 1 / 0 }}", "failed: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed: maximum recursion depth"),
     ],
 )
 def test_a_failing_template_is_an_invalid_request(template: str, complaint: str) -> None:
@@ -240,7 +240,9 @@ def test_a_failing_template_is_an_invalid_request(template: str, complaint: str)
     ],
 )
 def test_the_sandbox_stops_unsafe_templates(template: str) -> None:
-    with pytest.raises(InvalidRequestError, match="failed: (SecurityError|UndefinedError|TypeErr)"):
+    with pytest.raises(
+        InvalidRequestError, match="failed: .*(unsafe|underscore|undefined|no loader)"
+    ):
         render(template)
 
 

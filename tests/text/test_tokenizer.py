@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.testing.tiny_tokenizer import SPECIAL_TOKENS, tiny_backend, tiny_tokenizer
+from jaxserve.text.template_files import ChatTemplates
 from jaxserve.text.tokenizer import Tokenizer
 
 BOS, EOS = SPECIAL_TOKENS.values()
@@ -264,6 +265,45 @@ def test_reads_the_chat_template_of_a_folder(
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     assert Tokenizer.from_folder(tmp_path).chat_template == expected
+
+
+NAMED = [
+    {"name": "tool_use", "template": "tools"},
+    {"name": "default", "template": "usual"},
+    {"name": "rag", "template": "rag"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "files", "expected"),
+    [
+        (NAMED, {}, ("usual", "tools")),
+        (NAMED[:1], {}, ("tools", "tools")),
+        ("one", {"tool_use": "file of tools"}, ("one", "file of tools")),
+        (NAMED, {"tool_use": "file of tools"}, ("usual", "file of tools")),
+        (NAMED, {"default": "file"}, ("file", None)),
+        (NAMED, {"default": "file", "tool_use": "file of tools"}, ("file", "file of tools")),
+        (None, {"rag": "rag"}, (None, None)),
+    ],
+)
+def test_reads_the_template_for_tools(
+    tmp_path: Path, template: object, files: dict[str, str], expected: tuple
+) -> None:
+    write(tmp_path, chat_template=template)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, content in files.items():
+        path = f"additional_chat_templates/{name}.jinja"
+        (tmp_path / ("chat_template.jinja" if name == "default" else path)).write_text(content)
+    templates = Tokenizer.from_folder(tmp_path).chat_templates
+    assert templates == ChatTemplates(*expected)
+    assert templates.template_for(with_tools=False) == expected[0]
+    assert templates.template_for(with_tools=True) == (expected[1] or expected[0])
+
+
+def test_a_template_for_tools_that_is_not_a_string_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, chat_template=[{"name": "tool_use", "template": 5}])
+    with pytest.raises(CheckpointError, match="must be a string, got 5"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_truncation_and_padding_of_the_file_are_disabled(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class CacheConfig:
         None,
         "memory for the KV cache on each device in MiB (default: on a GPU all that "
         "--memory-fraction leaves; on a CPU 768, or more if one request of full length needs it, "
-        "up to half of the free memory)",
+        "up to half of the free memory, and 512 are left for steps)",
     )
     kv_cache_dtype: KVCacheDtype = setting(
         "auto",

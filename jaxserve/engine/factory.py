@@ -23,6 +23,7 @@ from jaxserve.engine.memory import (
     SMALLER_WEIGHTS,
     after_weights,
     explained,
+    warn_of_little,
 )
 from jaxserve.engine.sizing import resolve_sizes
 from jaxserve.engine.startup import Phase
@@ -221,7 +222,8 @@ def _allocate(
       ConfigError: a size does not fit the device, or the attention backend cannot use the cache.
     """
     # Reads the device again: the cache gets the memory that the weights have left.
-    sizes = _sizes(config, spec, chosen, _device(config, chosen))
+    device = _device(config, chosen)
+    sizes = _sizes(config, spec, chosen, device)
     total = _bytes_per_token(spec, chosen) * sizes.block_size * sizes.num_blocks
     cache = kv_cache.abstract(
         **_cache_shape(spec, chosen),
@@ -230,6 +232,7 @@ def _allocate(
         placement=chosen.placement,
     )
     chosen.backend.check_cache(parts_on_each_device(cache))
+    warn_of_little(device, total)
     phase.update(0, total, f"{total / GIB:.2f} GiB in {chosen.cache_dtype}")
     kv = kv_cache.allocate(cache)
     phase.update(total, total, f"{total / GIB:.2f} GiB in {chosen.cache_dtype}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,7 +11,10 @@ import jax
 
 from jaxserve.config import MIB
 from jaxserve.device import Device
+from jaxserve.engine.sizing import CPU_STEP_BYTES
 from jaxserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 SMALLER_WEIGHTS = (
     "use --quantization int8, a 16-bit --dtype, more devices (--tensor-parallel-size) or a smaller "
@@ -21,6 +25,29 @@ SMALLER_STEPS = (
     "lower --max-num-batched-tokens, --max-num-seqs or the KV cache (--kv-cache-memory-mib, "
     "--num-blocks, --memory-fraction)"
 )
+
+
+LITTLE_FOR_STEPS = CPU_STEP_BYTES // 2
+"""With less than this on a CPU, the steps of a small model may not fit."""
+
+
+def warn_of_little(device: Device, cache_bytes: int) -> None:
+    """Logs a warning if weights and cache leave a CPU little memory, before the kernel kills.
+
+    Args:
+      device: its free bytes before the cache is allocated.
+      cache_bytes: of the cache on this device.
+    """
+    left = device.free_bytes - cache_bytes
+    if device.platform == "cpu" and left < LITTLE_FOR_STEPS:
+        logger.warning(
+            "only %.0f MiB are left to compile and run steps (%s); if the engine is killed, %s, or "
+            "%s",
+            left / MIB,
+            device.limited_by,
+            SMALLER_STEPS,
+            SMALLER_WEIGHTS,
+        )
 
 
 def after_weights(device: Device, weight_bytes: int) -> Device:

@@ -21,7 +21,7 @@ from jaxserve.core.kv_cache_manager import KVCacheManager
 from jaxserve.core.plan import Sizes
 from jaxserve.core.request import Request
 from jaxserve.device import Device
-from jaxserve.engine.memory import after_weights, explained
+from jaxserve.engine.memory import after_weights, explained, warn_of_little
 from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Submit
@@ -316,3 +316,13 @@ class TestExplained:
     def test_other_errors_are_not_changed(self) -> None:
         with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained("", ""):
             raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
+
+
+def test_little_memory_for_steps_is_said_before_they_run(caplog) -> None:
+    warn_of_little(CONTAINER, 600 * MIB)
+    assert caplog.text == ""
+    warn_of_little(dataclasses.replace(GPU, free_bytes=MIB), MIB)
+    assert caplog.text == ""
+    warn_of_little(CONTAINER, 700 * MIB)
+    for part in ("170 MiB", CONTAINER.limited_by, "--max-num-seqs", "--quantization int8"):
+        assert part in caplog.text

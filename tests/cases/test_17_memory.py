@@ -1,0 +1,47 @@
+"""PUB-01: memory is sized from the limits of the process; too little is said in one sentence."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from jaxserve.testing.tiny import write_checkpoint
+from server.testing import flags
+
+LIMIT = 4 << 30
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+def limit_address_space() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"num_blocks": 10**9}, "--num-blocks 1000000000 needs"),
+        ({"kv_cache_memory_mib": 10**8}, "--kv-cache-memory-mib 100000000 does not fit"),
+    ],
+)
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_a_cache_beyond_memory_is_one_sentence(checkpoint, asked, named, is_limited):
+    argv = [sys.executable, "-m", "server", *flags(model=checkpoint, warmup=False, **asked)]
+    run = subprocess.run(
+        [*argv, "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=limit_address_space if is_limited else None,
+    )
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    (line,) = [line for line in run.stderr.splitlines() if "error" in line.lower()]
+    assert named in line
+    assert "use at most" in line
+    if is_limited:
+        assert "ulimit -v: 4096 MiB" in line

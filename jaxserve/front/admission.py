@@ -71,7 +71,7 @@ class Permit:
 
 
 class _Held:
-    """What a permit still counts. It outlives the permit."""
+    """The completions that a permit still counts. It outlives the permit."""
 
     def __init__(self, admission: AdmissionLimit, count: int) -> None:
         self._admission = admission

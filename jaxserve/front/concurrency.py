@@ -12,7 +12,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AT_ONCE = 8
-"""How many streams are started, stopped or read before the event loop does other work. Together
+"""Number of streams that are started, stopped or read before other tasks run. Together
 they take at most a few milliseconds."""
 
 

@@ -37,7 +37,7 @@ class _LongStep(msgspec.Struct, tag="outputs", array_like=True, frozen=True, gc=
 
 
 POSITIONS_AT_ONCE = 500
-"""How many positions of prompt log probabilities a part of a long event has."""
+"""Number of positions of prompt log probabilities in a part of a long event."""
 
 _PROMPT_LOGPROBS = RequestOutput.__struct_fields__.index("prompt_logprobs")
 _NIL = msgspec.Raw(b"\xc0")

@@ -27,7 +27,7 @@ MAX_BAD_WORD_TOKENS = 64
 BIAS_LIMIT = 100.0
 """Larger biases act like this one, as in the OpenAI API."""
 IDS_AT_ONCE = 2**16
-"""How many token IDs are checked in one call, which no other thread can interrupt: 2 ms."""
+"""Number of token IDs that one call checks. No other thread can interrupt it, for about 2 ms."""
 INT64 = (-(2**63), 2**63 - 1)
 
 

@@ -1,4 +1,4 @@
-"""How large a JSON value is, and JSON text without long calls into C.
+"""The size of a JSON value, and JSON text without long calls into C.
 
 A call into C that takes long stops every thread of the process, and so the event loop of the front.
 Python code in a thread does not: it gives way every few milliseconds.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import EngineDeadError
+from jaxserve.front.admission import Permit
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
@@ -149,14 +150,14 @@ async def test_an_unexpected_error_fails_only_its_request(
     batch: Batch, monkeypatch, caplog
 ) -> None:
     text_engine, _ = make_text_engine()
-    generate = text_engine.generate
+    start = text_engine.start
 
-    def fail_one_prompt(request: GenerateRequest):
+    async def fail_one_prompt(request: GenerateRequest, permit: Permit):
         if request.prompts == [[1, 2, 3]]:
             raise RuntimeError("secret")
-        return generate(request)
+        return await start(request, permit)
 
-    monkeypatch.setattr(text_engine, "generate", fail_one_prompt)
+    monkeypatch.setattr(text_engine, "start", fail_one_prompt)
     batch.write(completion("a", prompt=[1, 2, 3]), completion("b"))
     await batch.run(text_engine)
     results = batch.results()

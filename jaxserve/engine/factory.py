@@ -19,6 +19,7 @@ from jaxserve.device import Device
 from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.core import BuiltEngine, assemble
 from jaxserve.engine.memory import (
+    MORE_MEMORY,
     SMALLER_CACHE,
     SMALLER_STEPS,
     SMALLER_WEIGHTS,
@@ -71,7 +72,8 @@ def build(
     # Both must be set up before jax is used.
     devices = engine_devices(config.parallel.tensor_parallel_size)
     kept = keep_compiled_programs(config.compile.compilation_cache_dir)
-    checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
+    with explained("opening the checkpoint", MORE_MEMORY):
+        checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
     spec = read_spec(checkpoint.config)
     chosen = choose(config, checkpoint, spec, devices)
     _check_memory(config, spec, chosen)

@@ -324,8 +324,5 @@ class Scheduler:
 
 
 def _will_end(request: Request) -> bool:
-    """Whether the tokens in flight may reach the length limit.
-
-    If none of them is a draft, they do. Otherwise the request waits until they are known.
-    """
+    """Whether the tokens in flight may reach the length limit. A draft may not count in the end."""
     return request.num_tokens >= request.max_num_tokens

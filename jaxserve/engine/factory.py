@@ -18,6 +18,7 @@ from jaxserve.device import Device
 from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.core import BuiltEngine, assemble
 from jaxserve.engine.memory import (
+    MORE_MEMORY,
     SMALLER_CACHE,
     SMALLER_STEPS,
     SMALLER_WEIGHTS,
@@ -73,7 +74,8 @@ def build(
     kept = keep_compiled_programs(
         config.compile.compilation_cache_dir, max_bytes=config.compile.compilation_cache_mib * MIB
     )
-    checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
+    with explained("opening the checkpoint", MORE_MEMORY):
+        checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
     spec = read_spec(checkpoint.config)
     # Read now: a grammar must not depend on what happens to the files later.
     tokenizer = _tokenizer(config, checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ SMALLER_WEIGHTS = (
     "use --quantization int8, a 16-bit --dtype, more devices (--tensor-parallel-size) or a smaller "
     "model"
 )
+MORE_MEMORY = "give the process more memory (its cgroup, ulimit -v), or use a smaller model"
 SMALLER_CACHE = "lower --num-blocks, --kv-cache-memory-mib or --memory-fraction"
 SMALLER_STEPS = (
     "lower --max-num-batched-tokens, --max-num-seqs or the KV cache (--kv-cache-memory-mib, "
@@ -79,8 +81,10 @@ def explained(doing: str, advice: str) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+    except (MemoryError, OSError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = (str(error).splitlines() or ["no memory"])[0]
         raise ConfigError(f"out of memory while {doing} ({reason:.200}); {advice}") from error

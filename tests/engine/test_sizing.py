@@ -1,6 +1,7 @@
 """Sizes of an engine: defaults, memory, and settings that are rejected."""
 
 import dataclasses
+import errno
 import itertools
 
 import jax
@@ -306,7 +307,12 @@ class TestWeights:
 
 class TestExplained:
     @pytest.mark.parametrize(
-        "error", [MemoryError("no room"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")]
+        "error",
+        [
+            MemoryError("no room"),
+            OSError(errno.ENOMEM, "no room"),
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room"),
+        ],
     )
     def test_a_lack_of_memory(self, error) -> None:
         message = r"out of memory while running \(.*no room\); lower --x"
@@ -316,6 +322,8 @@ class TestExplained:
     def test_other_errors_are_not_changed(self) -> None:
         with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained("", ""):
             raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
+        with pytest.raises(FileNotFoundError), explained("", ""):
+            raise FileNotFoundError(errno.ENOENT, "no file")
 
 
 def test_little_memory_for_steps_is_said_before_they_run(caplog) -> None:

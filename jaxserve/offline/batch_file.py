@@ -13,7 +13,6 @@ A request that was refused or failed gets the status and the body of the server,
 
 from __future__ import annotations
 
-import codecs
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
@@ -91,14 +90,12 @@ async def read_requests(
 ) -> AsyncGenerator[BatchRequest | BadLine, None]:
     """Yields the requests of the lines of a file, reading each when it is needed.
 
-    Skips empty lines, and a byte order mark at the beginning.
+    Skips empty lines. A line may start with a byte order mark.
     """
     first_line_of: dict[str, int] = {}
     number = 0
     async for line in lines:
         number += 1
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
         request = _parse(line, number)

@@ -188,7 +188,7 @@ async def test_every_message_passes_between_front_and_engine(folder):
     def engine():
         with terminated(zmq.Context()) as context:
             receiver = RequestReceiver(context, folder.requests(3))
-            sender = EventSender(context, folder.events)
+            sender = EventSender(context, folder.events(0))
             sender.send(EVENTS[0])  # so that the front knows that the engine listens
             while not isinstance(received[-1] if received else None, Shutdown):
                 received.append(receiver.receive())
@@ -200,7 +200,7 @@ async def test_every_message_passes_between_front_and_engine(folder):
     thread = threading.Thread(target=engine, daemon=True)
     thread.start()
     with front_context() as context:
-        receiver = EventReceiver(context, folder.events)
+        receiver = EventReceiver(context, folder.events(0))
         async with asyncio.timeout(TIMEOUT_S):
             events = await receiver.receive()
             sender = RequestSender(context, folder.requests(3))
@@ -244,9 +244,9 @@ GARBAGE += [b"\x93\xa6submit\xa1a" + DEEP, b"\x92\xa6submit\x01"]
 
 async def test_the_front_drops_messages_that_it_cannot_decode(folder, caplog):
     with front_context() as context:
-        receiver = EventReceiver(context, folder.events)
+        receiver = EventReceiver(context, folder.events(0))
         with zmq.Socket(context, zmq.PUSH) as raw:
-            raw.connect(folder.events)
+            raw.connect(folder.events(0))
             for data in [*GARBAGE, encode(EVENTS[1])]:
                 raw.send(data)
             events = []

@@ -25,6 +25,7 @@ from jaxserve.llm.settings import ask_for_memory, engine_config
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_model import FakeModel, expected_tokens
+from jaxserve.text.template_files import ChatTemplates
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 FACTORY = "jaxserve.testing.fake_engine:build"
@@ -144,7 +145,8 @@ def test_chat_takes_several_conversations_and_continues_a_message(llm: LLM) -> N
 
 def test_chat_shows_tools_and_variables_to_the_template(llm: LLM, monkeypatch) -> None:
     template = "{{ tools[0].name }} {{ mood }} {{ messages[0].content }}"
-    model = dataclasses.replace(llm._text_engine.model, chat_template=template)
+    templates = ChatTemplates(default=template)
+    model = dataclasses.replace(llm._text_engine.model, chat_templates=templates)
     monkeypatch.setattr(llm._text_engine, "model", model)
     options = {"tools": [{"name": "clock"}], "chat_template_kwargs": {"mood": "calm"}}
     (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False, **options)

@@ -21,7 +21,8 @@ from jaxserve.front.served_model import ModelFiles
 from jaxserve.testing.standstill import InterpreterWatch, Standstill, WatchedLoop
 from jaxserve.testing.tiny_tokenizer import CHAT_TEMPLATE
 from server.app import create_app
-from server.run import http_server, is_local, listen, make_text_engine
+from server.listen import is_local, listen
+from server.run import http_server, make_text_engine
 from server.settings import ApiSettings, ServerSettings
 from server.state import ServerState
 
@@ -60,11 +61,11 @@ class Server:
             self._client, files, api, settings, chat_template=CHAT_TEMPLATE
         )
         self.text_engine = text_engine
-        listener = listen("127.0.0.1", 0)
-        self.address = listener.getsockname()[:2]
-        app = create_app(ServerState(text_engine), api, is_local=is_local(listener))
+        listeners = listen("127.0.0.1", 0)
+        self.address = listeners[0].getsockname()[:2]
+        app = create_app(ServerState(text_engine), api, is_local=is_local(listeners))
         self._http = http_server(app, settings)
-        self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
+        self._serving = asyncio.create_task(self._http.serve(sockets=listeners))
 
     async def _stop(self) -> None:
         self._http.should_exit = True

@@ -71,7 +71,7 @@ class Supervisor:
           JaxserveError: an engine cannot start.
         """
         for engine in range(self._config.parallel.data_parallel_size):
-            self.replicas.append(self._new_replica(engine, self._config))
+            self.replicas.append(self._new_replica(self._launch(engine)))
         readies = await asyncio.gather(*(replica.ready for replica in self.replicas))
         for ready in readies:
             task = asyncio.create_task(self._keep_running(ready))
@@ -92,18 +92,20 @@ class Supervisor:
         self._context.term()
         self._folder.remove()
 
-    def _new_replica(
-        self, engine: int, config: EngineConfig, before: Replica | None = None
-    ) -> Replica:
+    def _launch(self, engine: int, first: Ready | None = None) -> Launch:
+        """Returns the settings of a new process; for a restart, those of the ``first`` start."""
         number = next(self._launches)
-        launch = Launch(
+        return Launch(
             engine=engine,
             factory=self._factory,
             requests_address=self._folder.requests(number),
             events_address=self._folder.events(number),
-            config=config,
+            config=self._config if first is None else _with_sizes(self._config, first),
+            fingerprint="" if first is None else first.fingerprint,
             log_level=logger.getEffectiveLevel(),
         )
+
+    def _new_replica(self, launch: Launch, before: Replica | None = None) -> Replica:
         return Replica(launch, self._context, self._observers, self._silence, before=before)
 
     async def _keep_running(self, ready: Ready) -> None:
@@ -112,14 +114,14 @@ class Supervisor:
         ``ready`` has the settings with which it started first.
         """
         engine = ready.engine
-        config = _with_sizes(self._config, ready)
         restarts = Restarts(self._config.recovery.max_engine_restarts)
         error, served_s = await self._until_death(self.replicas[engine])
         while (delay_s := restarts.next_delay_s(served_s)) is not None:
             logger.error("%s; %s in %.0f s", error, restarts.describe(), delay_s)
             await asyncio.sleep(delay_s)
             try:
-                replica = self._new_replica(engine, config, self.replicas[engine])
+                launch = self._launch(engine, ready)
+                replica = self._new_replica(launch, self.replicas[engine])
             except (OSError, JaxserveError) as failure:
                 error, served_s = failure, 0.0
             else:

@@ -204,6 +204,7 @@ def assemble(
     parameters: tuple[Parameter, ...] = (),
     check_params: CheckParams | None = None,
     step_costs: tuple[tuple[int, float], ...] = (),
+    fingerprint: str = "",
 ) -> BuiltEngine:
     """Builds an engine from a runner. Every engine factory ends with this call.
 
@@ -219,6 +220,7 @@ def assemble(
       parameters: the parameters that `SamplingParams.extra_args` may have.
       check_params: see `EngineCore`.
       step_costs: see `Speculation`; assumed if empty.
+      fingerprint: see `Ready`.
 
     Raises:
       ConfigError: the scheduling policy is unknown.
@@ -250,6 +252,7 @@ def assemble(
         hidden_size=hidden_size,
         max_logprobs=config.logprobs.limit(vocab_size),
         parameters=parameters,
+        fingerprint=fingerprint,
     )
     depth = 2 if config.scheduler.async_scheduling else 1
     core = EngineCore(

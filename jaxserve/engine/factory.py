@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from jaxserve.checkpoint.checkpoint import Checkpoint
+from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
 from jaxserve.config import GIB, MIB, EngineConfig
 from jaxserve.core.plan import Sizes
@@ -76,6 +77,7 @@ def build(
     )
     with explained("opening the checkpoint", MORE_MEMORY):
         checkpoint = open_checkpoint(config.model.model, names_of=gguf_names)
+    files = fingerprint(checkpoint.path)
     spec = read_spec(checkpoint.config)
     # Read now: a grammar must not depend on what happens to the files later.
     tokenizer = _tokenizer(config, checkpoint)
@@ -130,6 +132,7 @@ def build(
         parameters=tuple(parameter for stage in stages for parameter in stage.parameters),
         check_params=functools.partial(check_params, stages),
         step_costs=runner.step_costs,
+        fingerprint=files,
     )
 
 

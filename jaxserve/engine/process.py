@@ -31,7 +31,7 @@ import msgspec
 import zmq
 
 from jaxserve.engine.core import BuiltEngine, EngineCore
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import CheckpointError, JaxserveError
 from jaxserve.ipc.launch import FAILED_EXIT_CODE, Launch
 from jaxserve.ipc.messages import (
     Abort,
@@ -39,6 +39,7 @@ from jaxserve.ipc.messages import (
     EngineEvent,
     EngineFailed,
     EngineRequest,
+    Ready,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -161,6 +162,7 @@ def serve(launch: Launch) -> int:
     try:
         built = load_factory(launch.factory)(launch.config, launch.engine, outbox.put)
         core = built.core
+        _check_fingerprint(launch, built.ready)
         # Weights and programs live as long as the process: exempt them from garbage collection.
         gc.freeze()
         outbox.put(built.ready)
@@ -175,6 +177,14 @@ def serve(launch: Launch) -> int:
         output.join()
         # Waits until the last events are sent, and ends the input thread.
         context.term()
+
+
+def _check_fingerprint(launch: Launch, ready: Ready) -> None:
+    """Refuses other weights than those with which the requests in flight began."""
+    if launch.fingerprint not in ("", ready.fingerprint):
+        raise CheckpointError(
+            "the files of the model have changed since the server started; restart the server"
+        )
 
 
 def load_factory(name: str) -> Callable[..., BuiltEngine]:

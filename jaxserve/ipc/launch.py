@@ -24,6 +24,7 @@ class Launch(msgspec.Struct, frozen=True):
       requests_address: the socket that the engine binds to receive requests.
       events_address: the socket of the front that receives the events of the engine.
       config: the settings of the engine.
+      fingerprint: the `Ready.fingerprint` that the engine must have; "" for any.
       log_level: the level of `logging` from which the engine logs; that of the front.
     """
 
@@ -32,4 +33,5 @@ class Launch(msgspec.Struct, frozen=True):
     requests_address: str
     events_address: str
     config: EngineConfig
+    fingerprint: str = ""
     log_level: int = logging.WARNING

@@ -113,6 +113,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True, gc=False)
       hidden_size: length of the vectors of `SamplingParams.pooling`.
       max_logprobs: the largest `SamplingParams.logprobs` that the engine serves.
       parameters: the parameters that `SamplingParams.extra_args` may have.
+      fingerprint: differs if the files of the model do; "" if there are none.
     """
 
     engine: int
@@ -126,6 +127,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True, gc=False)
     hidden_size: int = 0
     max_logprobs: int = 20
     parameters: tuple[Parameter, ...] = ()
+    fingerprint: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -261,6 +261,24 @@ return fake_engine.build(dataclasses.replace(config, cache=cache), engine, on_pr
     assert (before.num_blocks, before.max_num_seqs) == (40, 3)
 
 
+async def test_a_restarted_engine_refuses_other_weights(start, engines, factory, tmp_path):
+    body = """
+import dataclasses, msgspec, pathlib
+from jaxserve.testing import fake_engine
+built = fake_engine.build(config, engine, on_progress)
+files = str(pathlib.Path(__file__).with_name("model.txt").stat().st_size)
+ready = msgspec.structs.replace(built.ready, fingerprint=files)
+return dataclasses.replace(built, ready=ready)"""
+    model = tmp_path / "model.txt"
+    model.write_text("old")
+    client = await start(SLOW, factory=factory(body), recovery=ONCE)
+    streams = await start_streams(client, 1)
+    model.write_text("something new")
+    engines()[0].kill()
+    with pytest.raises(EngineDeadError, match="files of the model have changed"):
+        await streams[0]
+
+
 async def test_every_request_fits_every_engine(start, factory):
     client = await start("fake", num_engines=2, factory=factory(UNEQUAL))
     lengths = [ready.max_model_len for ready in client.engines.values()]

@@ -1,0 +1,27 @@
+"""Tells whether the files of a model have changed."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+SUFFIXES = frozenset({".gguf", ".jinja", ".json", ".model", ".safetensors", ".txt"})
+"""The endings of the files that a model is read from."""
+
+
+def fingerprint(path: Path) -> str:
+    """Returns a digest of the names, sizes and times of the files of a model.
+
+    Args:
+      path: the folder or the file of the model.
+
+    Raises:
+      OSError: the files cannot be looked at.
+    """
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    facts = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for file in paths
+        if file.suffix in SUFFIXES
+    ]
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

@@ -155,7 +155,7 @@ def _engine_flags(pace: int, num_streams: int, length: int) -> list[str]:
         "max-num-batched-tokens": 8192,
         "block-size": BLOCK_SIZE,
         "num-blocks": num_blocks,
-        "max-queue": num_streams,
+        "max-queue": 2 * num_streams,  # those of the endpoint before may just be ending
     }
     return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
 

@@ -276,7 +276,7 @@ def test_js_177_socket_paths_are_short_and_private(tmp_path, monkeypatch, name) 
     monkeypatch.setattr("tempfile.tempdir", None)
     folder = SocketFolder()
     try:
-        for address in (folder.events, folder.requests(999)):
+        for address in (folder.events(999), folder.requests(999)):
             path = Path(address.removeprefix("ipc://"))
             assert len(os.fsencode(path)) <= MAX_SOCKET_PATH
             with socket.socket(socket.AF_UNIX) as unix_socket:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import resource
 import signal
 import socket
@@ -15,6 +14,7 @@ import pytest
 from jaxserve.testing.api_client import COMPLETIONS
 from jaxserve.testing.server_program import (
     FAKE,
+    ROOT,
     TIMEOUT_S,
     assert_gone,
     server_program,
@@ -271,12 +271,13 @@ def test_m11_a_signal_to_every_process_during_the_start(server, tmp_path, folder
 
 
 def test_m11_a_file_that_cannot_be_read_does_not_keep_a_stopped_server(server, tmp_path) -> None:
-    """A FIFO that nobody writes to stands for a hanging network disk, or for a long download."""
-    model = tmp_path / MODEL
-    model.mkdir()
-    os.mkfifo(model / "config.json")
-    os.mkfifo(model / "tokenizer.json")
-    started = server(cwd=tmp_path)
+    """The sleep stands for a hanging network disk, or for a long download."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import time\n"
+        "from jaxserve.front.served_model import ModelFiles\n"
+        "ModelFiles.open = lambda config: time.sleep(600)\n"
+    )
+    started = server(PYTHONPATH=f"{tmp_path}:{ROOT}")
     started.wait_for("compile")  # the fake engine reads no files
     started.signal(signal.SIGTERM)
     assert started.wait(within_s=20) == 128 + signal.SIGTERM

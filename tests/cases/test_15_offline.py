@@ -256,8 +256,20 @@ def test_js_233_an_interrupted_run_can_be_resumed(
     assert_resumes(batch, capsys)
 
 
-def test_js_233_a_run_whose_engine_died_can_be_resumed(batch: Batch, run_to_half, capsys) -> None:
+def test_js_233_a_run_survives_the_death_of_its_engine(batch: Batch, run_to_half) -> None:
     with run_to_half() as process:
+        (engine,) = children(process.pid)
+        os.kill(engine, signal.SIGKILL)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert "200 answered" in stderr
+    results = [json.loads(line) for line in batch.output.read_text().splitlines()]
+    assert sorted(r["custom_id"] for r in results) == sorted(f"r{i}" for i in range(200))
+    assert {r["response"]["status_code"] for r in results} == {200}
+
+
+def test_js_233_a_run_without_an_engine_can_be_resumed(batch: Batch, run_to_half, capsys) -> None:
+    with run_to_half("--max-engine-restarts", "0") as process:
         (engine,) = children(process.pid)
         os.kill(engine, signal.SIGKILL)
         _, stderr = process.communicate(timeout=30)

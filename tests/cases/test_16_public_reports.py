@@ -67,9 +67,9 @@ def shown(server, path: str, body: dict[str, Any]) -> str:
     engine = server.text_engine.engine
     generate = engine.generate
 
-    def keep(submit):
+    def keep(submit, **options):
         prompts.append(submit.prompt_token_ids)
-        return generate(submit)
+        return generate(submit, **options)
 
     engine.generate = keep
     try:

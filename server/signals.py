@@ -14,6 +14,7 @@ ignored.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import signal
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -49,7 +50,11 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        libc = ctypes.CDLL(None)
         for number in STOPPING:
+            # Python complains about a signal that arrives while `signal.signal` runs. After the
+            # first of these calls none arrives any more.
+            libc.signal(number, ctypes.c_void_p(int(signal.SIG_IGN)))
             signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, _: object) -> None:

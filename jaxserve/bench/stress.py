@@ -165,7 +165,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], tally: Tally) -> 
             if reply.status_code == 503:
                 raise Failed("refused")
             if reply.status_code != 200:
-                raise Failed("lost", f"status {reply.status_code}: {await reply.aread()!r}")
+                raise _failure(f"status {reply.status_code}: {(await reply.aread()).decode()}")
             before_s = time.monotonic()
             async for line in reply.aiter_lines():
                 now_s = time.monotonic()
@@ -180,10 +180,13 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], tally: Tally) -> 
     raise Failed("lost", "the stream ended without [DONE]")
 
 
+def _failure(message: str) -> Failed:
+    return Failed("crashed twice" if CRASHED_TWICE.search(message) else "lost", message)
+
+
 def _add_event(answer: Answer, event: dict[str, Any]) -> None:
     if "error" in event:
-        message = event["error"]["message"]
-        raise Failed("crashed twice" if CRASHED_TWICE.search(message) else "lost", message)
+        raise _failure(event["error"]["message"])
     for choice in event["choices"]:
         answer[choice["index"]].add(choice)
 

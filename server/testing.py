@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import socket
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
+
+from starlette.types import ASGIApp
 
 from jaxserve.cli import read_flags
 from jaxserve.client.in_process import InProcessEngine
@@ -109,3 +113,18 @@ def flags(**settings: object) -> Sequence[str]:
         else:
             argv += [f"--{flag}", str(value)]
     return argv
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp) -> AsyncIterator[int]:
+    """Serves an application and yields its port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        server = http_server(app, ServerSettings())  # type: ignore[arg-type]
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task

@@ -67,7 +67,7 @@ class ResultFile:
             raise
 
     def begin(self) -> None:
-        """Removes the old content that is not to be kept. Call it before the first `write`."""
+        """Removes old results that are replaced or run again. Call it before the first `write`."""
         self._has_begun = True
         if self._overwrite:
             os.ftruncate(self._fd, 0)
@@ -197,7 +197,7 @@ def _not_results(shown: Path, number: int, data: bytes) -> ConfigError:
     return ConfigError(
         f"{shown} is not a file of results: its line {number} is "
         f"{text[:MAX_SHOWN_CHARS]!r}{more}. Nothing was changed; give another --output, or remove "
-        "what is not a result"
+        "the lines that are not results"
     )
 
 

@@ -102,7 +102,7 @@ class ResultStream:
             raise self._error
 
     def close(self) -> None:
-        """Closes the stream. Waits a moment for what is not written yet."""
+        """Closes the stream. Unwritten data has `CLOSE_TIMEOUT_S` to be written."""
         self._queue.put(None)
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)

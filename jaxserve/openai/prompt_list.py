@@ -86,7 +86,7 @@ def _converted(values: list[Any], form: Any, param: str, path: str, *, first: in
 
 
 def _check_each(values: list[Any], form: Any, param: str, path: str, *, first: int) -> None:
-    """Raises the error for the first value that is not of type ``form``."""
+    """Raises InvalidRequestError if a value is not of type ``form``. Names the first such value."""
     for i, value in enumerate(values, first):
         try:
             msgspec.convert(value, form)

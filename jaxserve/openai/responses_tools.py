@@ -33,7 +33,7 @@ class FunctionTool:
 
     @property
     def shown_name(self) -> Any:
-        """The name that the model sees. A name that is not a string is refused later."""
+        """The name that the model sees. `read_tools` refuses one that is not a string."""
         return shown_name(self.definition.get("name"), self.namespace)
 
     def in_chat(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Damaged weights, and activations that overflow in float16, give logits that are NaN or infinite. The
 token that is taken from them means nothing. The host receives one token of each row in every step,
-so that token carries the news: a *marked* token is ``~token``, which is negative.
+so the mark is in that token: a *marked* token is ``~token``, which is negative.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxserve.sampling.vocabulary import GROUP, grouped
 
 
 def marked_argmax(logits: Float32[Array, "rows vocab"]) -> Int32[Array, " rows"]:
-    """Returns `argmax` of logits f32[R, V]; a marked token for each row that is not finite.
+    """Returns the `argmax` of logits f32[R, V]. Marks the tokens of rows that are not finite.
 
     A group with a logit that is not finite counts as infinitely large, so the search for the best
     group finds it on the way, without a further pass over the logits on a GPU.

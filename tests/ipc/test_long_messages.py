@@ -9,25 +9,7 @@ from jaxserve.ipc import long_messages
 from jaxserve.ipc import messages as m
 from jaxserve.ipc.long_messages import POSITIONS_AT_ONCE, SubmitEncoder, decode_event_in_parts
 from jaxserve.sampling_params import Grammar, SamplingParams
-
-IDS = st.lists(st.integers(0, 2**31 - 1), max_size=50)
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
-LOGPROBS = st.builds(m.TokenLogprobs, IDS, st.lists(FINITE), st.integers(1, 10**6))
-OUTPUT = st.builds(
-    m.RequestOutput,
-    st.text(),
-    IDS,
-    finish_reason=st.none() | st.sampled_from(m.FinishReason).map(int),
-    logprobs=st.none() | st.lists(LOGPROBS, max_size=3),
-    prompt_logprobs=st.none() | st.lists(st.none() | LOGPROBS, max_size=3),
-    embedding=st.none() | st.lists(FINITE, max_size=9),
-)
-STATS = st.builds(m.StepStats, num_running=st.integers(0, 1000), kv_usage=st.floats(0, 1))
-EVENT = (
-    st.builds(m.StepOutputs, st.integers(0, 9), st.lists(OUTPUT, max_size=3), STATS)
-    | st.builds(m.Progress, st.integers(0, 9), st.text(), FINITE, FINITE, st.text())
-    | st.builds(m.EngineFailed, st.integers(0, 9), st.text(), st.text(), st.booleans())
-)
+from jaxserve.testing.random_messages import EVENT
 
 
 def decoded(data: bytes) -> tuple[m.EngineEvent, int]:

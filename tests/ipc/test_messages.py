@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc import messages as m
 from jaxserve.sampling_params import Grammar, SamplingParams
+from jaxserve.testing.random_messages import EVENT, FINITE, IDS
 
-IDS = st.lists(st.integers(0, 2**31 - 1), max_size=50)
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
 PARAMS = st.builds(
     SamplingParams,
     temperature=st.floats(0.1, 2),
@@ -24,29 +23,7 @@ PARAMS = st.builds(
     grammar=st.none() | st.builds(Grammar, st.sampled_from(["regex", "choice"]), st.text()),
 )
 SUBMIT = st.builds(m.Submit, st.text(), IDS, PARAMS, st.none() | st.integers(0, 10**6))
-LOGPROBS = st.builds(m.TokenLogprobs, IDS, st.lists(FINITE), st.integers(1, 10**6))
-OUTPUT = st.builds(
-    m.RequestOutput,
-    st.text(),
-    IDS,
-    finish_reason=st.none() | st.sampled_from(m.FinishReason).map(int),
-    logprobs=st.none() | st.lists(LOGPROBS, max_size=3),
-    prompt_logprobs=st.none() | st.lists(st.none() | LOGPROBS, max_size=3),
-    embedding=st.none() | st.lists(FINITE, max_size=9),
-)
-STATS = st.builds(m.StepStats, num_running=st.integers(0, 1000), kv_usage=st.floats(0, 1))
 REQUEST = SUBMIT | st.builds(m.Abort, st.lists(st.text())) | st.just(m.Shutdown())
-EVENT = (
-    st.builds(m.StepOutputs, st.integers(0, 9), st.lists(OUTPUT, max_size=3), STATS)
-    | st.builds(m.Progress, st.integers(0, 9), st.text(), FINITE, FINITE, st.text())
-    | st.builds(m.EngineFailed, st.integers(0, 9), st.text(), st.text(), st.booleans())
-    | st.builds(
-        m.Ready,
-        *[st.integers(0, 10**6)] * 7,
-        st.lists(st.builds(m.Decision, st.text(), st.text(), st.text()), max_size=3),
-        st.integers(0, 100),
-    )
-)
 
 
 @given(REQUEST)

@@ -1,15 +1,12 @@
 """Chunks of a response body, written through the ASGI extension and as ASGI messages."""
 
 import asyncio
-import contextlib
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.run import http_server
-from server.settings import ServerSettings
 from server.sse import EXTENSION, WriteChunk, chunk_writer
+from server.testing import serving
 
 GET = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
@@ -28,21 +25,6 @@ def streaming(write_body: Callable[[WriteChunk], Awaitable[None]]) -> ASGIApp:
         await send({"type": "http.response.body", "body": b"end", "more_body": False})
 
     return app
-
-
-@contextlib.asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[int]:
-    """Serves an application and yields its port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        server = http_server(app, ServerSettings())  # type: ignore[arg-type]
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await task
 
 
 async def test_the_extension_and_asgi_messages_send_the_same_bytes() -> None:

@@ -1,35 +1,17 @@
 """HTTP/1.0 gets streams without chunks, and HTTP/1.1 must have exactly one Host."""
 
 import asyncio
-import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
 from starlette.responses import Response, StreamingResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from server.run import http_server
-from server.settings import ServerSettings
 from server.sse import chunk_writer
+from server.testing import serving
 
 PARTS = [b"one", b"", b"two" * 40_000, b"three"]
-
-
-@contextlib.asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[int]:
-    """Serves an application and yields its port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        server = http_server(app, ServerSettings())  # type: ignore[arg-type]
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await task
 
 
 async def fetch(port: int, request: bytes) -> tuple[bytes, bytes]:

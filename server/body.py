@@ -102,6 +102,6 @@ def _too_complex(limit: int) -> HTTPException:
     return HTTPException(
         413,
         f"the body has more than {limit / MIB:g} MiB of JSON structure, which is slow to decode: "
-        "numbers, brackets, quotes, escapes; see --max-json-structure-mib",
+        "numbers, brackets, quotes, escapes, text; see --max-json-structure-mib",
         CLOSE,
     )

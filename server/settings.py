@@ -47,9 +47,9 @@ class ApiSettings:
         "each; more bodies get a 503",
     )
     max_json_structure_mib: int = setting(
-        2,
+        3,
         "largest amount of JSON structure in a body, in MiB: numbers, brackets, quotes, escapes, "
-        "weighted by the time to decode them",
+        "text, weighted by the time to decode them",
     )
     body_timeout: float = setting(60.0, "seconds within which a request body must arrive")
     root_path: str = setting(

@@ -36,7 +36,7 @@ class _LongStep(msgspec.Struct, tag="outputs", array_like=True, frozen=True, gc=
     stats: StepStats
 
 
-POSITIONS_AT_ONCE = 500
+POSITIONS_AT_ONCE = 200
 """Number of positions of prompt log probabilities in a part of a long event."""
 
 _PROMPT_LOGPROBS = RequestOutput.__struct_fields__.index("prompt_logprobs")
@@ -113,8 +113,10 @@ def decode_event_in_parts(data: bytes) -> Generator[None, None, EngineEvent]:
     for raw in step.outputs:
         yield
         fields = _raw_list_decoder.decode(raw) or []
+        yield
         raw_positions = _raw_list_decoder.decode(fields[_PROMPT_LOGPROBS])
         fields[_PROMPT_LOGPROBS] = _NIL
+        yield
         output = _output_decoder.decode(_encoder.encode(fields))
         if raw_positions is not None:
             positions: list[TokenLogprobs | None] = []

@@ -170,19 +170,25 @@ class EventReceiver:
     async def receive(self) -> list[EngineEvent]:
         """Waits for an event, and returns all events that have arrived, at most `MAX_EVENTS`.
 
-        Logs and skips events that cannot be decoded. Other tasks run while a long one is decoded.
+        Logs and skips events that cannot be decoded. Other tasks run while many are decoded, or
+        long ones.
         """
         messages = [await self._socket.recv()]
         with contextlib.suppress(zmq.Again):
             while len(messages) < MAX_EVENTS:
                 messages.append(self._without_waiting.recv(zmq.NOBLOCK))
         events: list[EngineEvent | None] = []
+        num_bytes = 0
         for message in messages:
+            num_bytes += len(message)
             is_long = len(message) > MAX_BYTES_AT_ONCE
             if is_long:
                 events.append(await _decoded_in_parts(message))
             else:
                 events.append(_event(message))
+            if num_bytes > MAX_BYTES_AT_ONCE:
+                await asyncio.sleep(0)
+                num_bytes = 0
         return [event for event in events if event is not None]
 
     def close(self) -> None:

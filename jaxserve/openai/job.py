@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -25,6 +26,9 @@ from jaxserve.sampling_params import ALL_LOGPROBS, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+SCORES_AT_ONCE = 2000
+"""About so many log probabilities are built before other tasks run. That takes 2 ms."""
 
 MAX_SCORES_AS_OBJECTS = 5000
 """Log probabilities beyond these become JSON text at once. Those before it take a millisecond."""
@@ -158,11 +162,17 @@ class Job:
         )
 
     async def build(self, work: Callable[[Delta], T], delta: Delta) -> T:
-        """Returns ``work(delta)``. A thread runs it if the delta has many log probabilities."""
+        """Returns ``work(delta)``. A thread runs it if the delta has many log probabilities.
+
+        Lets other tasks run now and then, even if all deltas have already arrived.
+        """
         if delta.logprobs is None and delta.prompt_logprobs is None:
             return work(delta)
         num_scores = _num_scores(delta)
+        before = self.usage.num_scores
         self.usage.num_scores += num_scores
+        if before // SCORES_AT_ONCE < self.usage.num_scores // SCORES_AT_ONCE:
+            await asyncio.sleep(0)
         return await self.text_engine.build(lambda: work(delta), size=num_scores)
 
     @property

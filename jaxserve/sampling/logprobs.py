@@ -75,7 +75,7 @@ def to_message(logprobs: Logprobs, row: int, token: int, k: int) -> TokenLogprob
     device.
     """
     return TokenLogprobs(
-        token_ids=[token, *np.asarray(logprobs.top_ids[row, :k]).tolist()],
-        logprobs=[float(logprobs.sampled[row]), *np.asarray(logprobs.top[row, :k]).tolist()],
+        token_ids=(token, *np.asarray(logprobs.top_ids[row, :k]).tolist()),
+        logprobs=(float(logprobs.sampled[row]), *np.asarray(logprobs.top[row, :k]).tolist()),
         rank=int(logprobs.ranks[row]),
     )

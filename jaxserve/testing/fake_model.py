@@ -89,8 +89,8 @@ def expected_tokens(
 
 def fake_logprobs(token_id: int, k: int, vocab_size: int) -> TokenLogprobs:
     """Returns fake logprobs: the token is the most likely one, and the next k IDs follow it."""
-    ids = [token_id, *((token_id + i) % vocab_size for i in range(k))]
-    return TokenLogprobs(ids, [-0.5, *(-0.5 - i for i in range(k))], rank=1)
+    ids = (token_id, *((token_id + i) % vocab_size for i in range(k)))
+    return TokenLogprobs(ids, (-0.5, *(-0.5 - i for i in range(k))), rank=1)
 
 
 def next_token(

@@ -194,4 +194,4 @@ def logprobs_of(token_id: int, k: int) -> TokenLogprobs:
     if k > 2:
         values[-1] = float("-inf")
     sampled = values[most_likely.index(token_id)] if token_id in most_likely else -9.0
-    return TokenLogprobs([token_id, *most_likely], [sampled, *values], 2)
+    return TokenLogprobs((token_id, *most_likely), (sampled, *values), 2)

@@ -57,11 +57,11 @@ class WatchedLoop(asyncio.SelectorEventLoop):
 class InterpreterWatch:
     """Finds threads that hold the interpreter for long, from a thread of its own.
 
-    The thread tries to get the interpreter again and again. When that takes long, the thread that
-    has used most processor time meanwhile is the cause. The time that counts is the smaller one of
-    the wait and of that processor time. A wait that has another reason, on a busy machine, can
-    coincide with a thread that works without the interpreter, so repeat a measurement before you
-    believe it.
+    The thread tries to get the interpreter again and again. When that takes long, not counting the
+    time for which it could run but had no processor, the thread that has used most processor time
+    meanwhile is the cause. The time that counts is the smaller one of the wait and of that
+    processor time. A wait that has another reason, on a busy machine, can coincide with a thread
+    that works without the interpreter, so repeat a measurement before you believe it.
 
     Args:
       ignored: names of threads that do not count.
@@ -96,9 +96,10 @@ class InterpreterWatch:
         while not self._stop.is_set():
             before = {thread.native_id: thread for thread in threading.enumerate()}
             used = {native: _processor_time(native) for native in before}
-            began = time.monotonic()
+            own = threading.get_native_id()
+            began, delay = time.monotonic(), _delay(own)
             time.sleep(PAUSE_S)
-            waited = time.monotonic() - began - PAUSE_S
+            waited = time.monotonic() - began - PAUSE_S - (_delay(own) - delay)
             if waited > NOTED_S:
                 self._note(waited, used)
 
@@ -117,8 +118,18 @@ class InterpreterWatch:
 
 def _processor_time(native_id: int | None) -> float:
     """Returns the seconds that a thread of this process has run; 0 if it has ended."""
+    return _scheduled(native_id)[0]
+
+
+def _delay(native_id: int | None) -> float:
+    """Returns the seconds for which a thread could run but had no processor; 0 if it has ended."""
+    return _scheduled(native_id)[1]
+
+
+def _scheduled(native_id: int | None) -> tuple[float, float]:
     try:
         text = Path(f"/proc/self/task/{native_id}/schedstat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return int(text.split()[0]) / 1e9
+        return 0.0, 0.0
+    running, delayed, _ = text.split()
+    return int(running) / 1e9, int(delayed) / 1e9

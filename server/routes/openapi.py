@@ -7,8 +7,9 @@ from types import UnionType
 from typing import Any, get_args
 
 import msgspec
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve import __version__
@@ -74,10 +75,17 @@ def _content(schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": "", "content": {"application/json": {"schema": schema}}}
 
 
-async def openapi(request: Request) -> JSONResponse:
-    """Returns the description of the API, with ``root_path`` as the server's URL."""
+@functools.cache
+def as_json(root_path: str) -> bytes:
+    """Returns the description as JSON, with ``root_path`` as the server's URL."""
+    return msgspec.json.encode({**describe(), "servers": [{"url": root_path or "/"}]})
+
+
+async def openapi(request: Request) -> Response:
+    """Returns the description of the API. The first call makes it, in a thread."""
     root_path = request.app.state.settings.root_path
-    return JSONResponse({**describe(), "servers": [{"url": root_path or "/"}]})
+    description = await run_in_threadpool(as_json, root_path)
+    return Response(description, media_type="application/json")
 
 
 routes = [Route("/openapi.json", openapi)]

@@ -11,7 +11,7 @@ from jaxserve.ipc.messages import FinishReason, RequestOutput, TokenLogprobs
 
 
 def with_logprobs(tokens):
-    return [TokenLogprobs([token], [-token / 10], 1) for token in tokens]
+    return [TokenLogprobs((token,), (-token / 10,), 1) for token in tokens]
 
 
 async def test_each_output_is_read_once_in_order():

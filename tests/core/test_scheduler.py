@@ -101,7 +101,7 @@ class TestOneStepInFlight:
         add(scheduler, "a")
         add(scheduler, "b", logprobs=1)
         plan = scheduler.schedule(0.0)
-        logprobs = TokenLogprobs([5, 5], [-1.0, -1.0], 1)
+        logprobs = TokenLogprobs((5, 5), (-1.0, -1.0), 1)
         a, b = scheduler.update(plan, StepResult([[5], [5]], [None, [logprobs]]))
         assert a.logprobs is None
         assert b.logprobs == [logprobs]
@@ -279,7 +279,7 @@ class TestNumbersThatAreNotFinite:
         scheduler = make_scheduler(max_num_batched_tokens=8)
         add(scheduler, "a", num_prompt_tokens=20, prompt_logprobs=0)
         plan = scheduler.schedule(0.0)
-        entries = [TokenLogprobs([1], [float("nan")], 0)] * 8
+        entries = [TokenLogprobs((1,), (float("nan"),), 0)] * 8
         result = StepResult([], prompt_logprobs=[entries], not_finite={"a"})
         (output,) = scheduler.update(plan, result)
         assert output.finish_reason == FinishReason.ERROR

@@ -130,7 +130,7 @@ class TestDrafts:
     def test_tokens_after_the_end_are_dropped(self):
         scheduler = self.decoding(stop_token_ids=(7,), logprobs=0)
         plan = scheduler.schedule(0.0)
-        entries = [TokenLogprobs([token], [-1.0], 1) for token in (6, 7, 8)]
+        entries = [TokenLogprobs((token,), (-1.0,), 1) for token in (6, 7, 8)]
         (output,) = scheduler.update(plan, StepResult([[6, 7, 8]], [entries], num_drafts=[3]))
         assert output.token_ids == [6, 7]
         assert output.logprobs == entries[:2]

@@ -30,7 +30,7 @@ def test_an_event_that_is_decoded_in_parts_is_the_same(message: m.EngineEvent) -
 
 
 def test_the_parts_of_a_long_event_are_short() -> None:
-    scores = [None, *(m.TokenLogprobs([i, i + 1], [-1.0, -2.0], 1) for i in range(5000))]
+    scores = [None, *(m.TokenLogprobs((i, i + 1), (-1.0, -2.0), 1) for i in range(5000))]
     outputs = [m.RequestOutput(f"r{i}", [1], prompt_logprobs=list(scores)) for i in range(3)]
     event = m.StepOutputs(1, outputs, m.StepStats(num_running=3))
     result, num_parts = decoded(m.encode(event))

@@ -58,7 +58,7 @@ EVENTS = [
     StepOutputs(
         3,
         [
-            RequestOutput("a", [5], logprobs=[TokenLogprobs([5, 6], [-0.1, -2.0], 1)]),
+            RequestOutput("a", [5], logprobs=[TokenLogprobs((5, 6), (-0.1, -2.0), 1)]),
             RequestOutput("b", [8, 9], FinishReason.STOP, stop_reason=9, num_cached_tokens=16),
             RequestOutput("c", [], FinishReason.ERROR, error="lost"),
         ],

@@ -187,7 +187,7 @@ def test_prompt_logprobs_equal_the_reference(tiny_model, generate, variant):
             logits = tiny_model.last_logits(prompt[:i]).astype(np.float64)
             expected = logits - np.log(np.exp(logits).sum())
             best = np.argsort(-logits)[: params.prompt_logprobs].tolist()
-            assert entry.token_ids == [prompt[i], *best]
+            assert entry.token_ids == (prompt[i], *best)
             atol = tiny_model.tolerance(i, of="logits")
             np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], rtol=0, atol=atol)
             assert entry.rank == 1 + (logits > logits[prompt[i]]).sum()
@@ -247,7 +247,7 @@ def test_logprobs_equal_the_reference(tiny_model, generate, depth):
         (entry,) = output.logprobs
         logits = tiny_model.last_logits(tokens).astype(np.float64)
         expected = logits - np.log(np.exp(logits).sum())
-        assert entry.token_ids == [*output.token_ids, *np.argsort(-logits)[:3].tolist()]
+        assert entry.token_ids == (*output.token_ids, *np.argsort(-logits)[:3].tolist())
         atol = tiny_model.tolerance(len(tokens), of="logits")
         np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], rtol=0, atol=atol)
         assert entry.rank == 1 + (logits > logits[entry.token_ids[0]]).sum()

@@ -22,7 +22,7 @@ def test_values_ranks_and_order_equal_a_sort():
     for row, token in enumerate(tokens.tolist()):
         order = np.argsort(-logits[row], kind="stable")[:3].tolist()
         message = to_message(found, row, token, 3)
-        assert message.token_ids == [token, *order]
+        assert message.token_ids == (token, *order)
         # A relative error of a sum is an absolute error of its logarithm; two subtractions follow.
         atol = rounding("float32", 500) + rounding("float32", 2, scale=np.abs(expected[row]).max())
         np.testing.assert_allclose(
@@ -34,7 +34,7 @@ def test_values_ranks_and_order_equal_a_sort():
 def test_zero_top_tokens_returns_only_the_sampled_token():
     found = compute_logprobs(jnp.zeros((1, 10)), jnp.array([3]), 1)
     message = to_message(jax.tree.map(np.asarray, found), 0, 3, 0)
-    assert message.token_ids == [3]
+    assert message.token_ids == (3,)
     assert message.rank == 1
     np.testing.assert_allclose(message.logprobs, [-np.log(10)], rtol=rounding("float32", 10))
 
@@ -45,8 +45,8 @@ def test_as_logits_returns_logits():
     found = compute_logprobs(jnp.asarray(logits), jnp.array([3, 5]), 2, as_logits=True)
     message = to_message(jax.tree.map(np.asarray, found), 0, 3, 2)
     best = np.argsort(-logits[0])[:2].tolist()
-    assert message.token_ids == [3, *best]
-    assert message.logprobs == [-np.inf, *logits[0, best].tolist()]
+    assert message.token_ids == (3, *best)
+    assert message.logprobs == (-np.inf, *logits[0, best].tolist())
     assert message.rank == 1 + np.isfinite(logits[0]).sum()
 
 

@@ -102,14 +102,14 @@ async def test_a_stalled_body_times_out(make_client, check_error) -> None:
 
 async def test_bodies_with_too_much_structure_are_refused(make_client, check_error) -> None:
     async with make_client() as client:
-        for value in ("[" + "[]," * 100_000 + "[]]", '"' + "\\n" * 3 * 2**20 + '"'):
+        for value in ("[" + "[]," * 110_000 + "[]]", '"' + "\\n" * 3 * 2**20 + '"'):
             body = '{"prompt": "hello", "unknown": ' + value + "}"
             response = await client.post("/v1/completions", content=body)
             assert "--max-json-structure-mib" in check_error(response, 413)
             assert response.headers["connection"] == "close"
         text = {"prompt": "hello", "user": "[], " * 500_000}
         assert (await client.post("/v1/completions", json=text)).status_code == 200
-    body = '{"prompt": "hello", "unknown": [' + "[]," * 100_000 + "[]]}"
+    body = '{"prompt": "hello", "unknown": [' + "[]," * 110_000 + "[]]}"
     async with make_client(max_json_structure_mib=4) as client:
         assert (await client.post("/v1/completions", content=body)).status_code == 200
 

@@ -1,7 +1,8 @@
 """No request stops the server for more than 20 ms, whatever its endpoint and its size.
 
 The bodies are the largest that each field allows. A real client process is not needed: the event
-loop runs in a thread of its own, and its time is measured in processor time.
+loop runs in a thread of its own, and its time is measured in processor time, in seconds of the
+reference machine (`jaxserve.testing.machine_speed`): 20 ms of a machine that does nothing else.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import pytest
 from jaxserve.client.engine_client import EngineClient
 from jaxserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from jaxserve.front.served_model import ModelFiles
+from jaxserve.testing.machine_speed import PYTHON
 from jaxserve.testing.standstill import InterpreterWatch, Standstill, WatchedLoop
 from jaxserve.testing.tiny_tokenizer import CHAT_TEMPLATE
 from server.app import create_app
@@ -123,20 +125,20 @@ def bias(count: int) -> dict[str, int]:
 LONG_SCHEMA = {"properties": {f"p{i}": {"type": "string", "maxLength": i + 1} for i in range(5000)}}
 TOOL = {"name": "f", "description": "d" * 15_000, "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": TOOL | {"name": f"f{i}"}} for i in range(500)]
-EMPTY = [[] for _ in range(180_000)]
-"""About as many values as a body may have: 11 bytes of its structure each."""
+EMPTY = [[] for _ in range(95_000)]
+"""About as many values as a body may have: 31 bytes of its structure each."""
 
 ARGUMENTS = json.dumps([[]] * 130_000)
 CASES = {
     "long text": completion(prompt="word " * (BODY // 5)),
     "digits": completion(prompt="7" * BODY),
     "long text, cut": completion(prompt="7" * BODY, truncate_prompt_tokens=5),
-    "a long prompt of IDs": completion(prompt=ids(400_000)),
-    "many prompts of IDs": completion(prompt=[ids(400)] * 1000),
-    "many prompts of IDs, echo": completion(prompt=[ids(400)] * 1000, echo=True),
-    "small IDs, echo": completion(prompt=[[5] * 1000] * 1000, echo=True, max_tokens=1),
+    "a long prompt of IDs": completion(prompt=ids(370_000)),
+    "many prompts of IDs": completion(prompt=[ids(360)] * 1000),
+    "many prompts of IDs, echo": completion(prompt=[ids(360)] * 1000, echo=True),
+    "small IDs, echo": completion(prompt=[[5] * 480] * 1000, echo=True, max_tokens=1),
     "many texts": completion(prompt=["hello " * 600] * 1024),
-    "a wrong value at the end": completion(prompt=[*ids(400_000), "x"]),
+    "a wrong value at the end": completion(prompt=[*ids(370_000), "x"]),
     "many completions": completion(prompt=["x"] * 8, n=128, max_tokens=8),
     "many completions, stream": completion(prompt=["x"] * 8, n=128, max_tokens=8, stream=True),
     "many biases": completion(logit_bias=bias(VOCAB), n=21),
@@ -191,7 +193,7 @@ CASES = {
     ),
     "tokenize messages": post("/tokenize", messages=[{"role": "user", "content": "x"}] * 10_000),
     "detokenize": post("/detokenize", tokens=ids(4 * CONTEXT)),
-    "detokenize too many": post("/detokenize", tokens=ids(400_000)),
+    "detokenize too many": post("/detokenize", tokens=ids(370_000)),
     "abort": post("/abort", request_id="x" * BODY),
     **{path: get(path) for path in ("/metrics", "/openapi.json", "/server_info", "/v1/models")},
     **{path: get(path) for path in ("/health", "/live", "/load", "/version")},
@@ -228,17 +230,22 @@ def longest_standstill(
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_request_stops_the_server(server, interpreter, name) -> None:
-    """A standstill that has another cause does not come again: the shortest of a few counts."""
+    """The shortest of a few tries counts, as a standstill that has another cause does not return.
+
+    Each try is divided by the slowness of the machine at that moment, the larger one of two
+    measurements around it. With a limit for the plain time, the test would measure the machine.
+    """
     method, path, make = CASES[name]
     value = make()
     body = None if value is None else json.dumps(value, separators=(",", ":")).encode()
     found = []
     for _ in range(6):
-        status, standstill = longest_standstill(server, interpreter, method, path, body)
+        with PYTHON.measuring() as slowness:
+            status, standstill = longest_standstill(server, interpreter, method, path, body)
         assert status in (200, 400, 413), (status, name)
-        found.append(standstill)
-        if standstill.seconds <= LIMIT_S:
+        found.append((standstill.seconds / slowness.value, standstill.cause))
+        if found[-1][0] <= LIMIT_S:
             break
-    shortest = min(found, key=lambda s: s.seconds)
-    print(f"STANDSTILL {name}: {status} {shortest.seconds * 1e3:.1f} ms", file=sys.stderr)
-    assert shortest.seconds <= LIMIT_S, f"{shortest.seconds * 1e3:.1f} ms: {shortest.cause}"
+    seconds, cause = min(found)
+    print(f"STANDSTILL {name}: {status} {seconds * 1e3:.1f} ms", file=sys.stderr)
+    assert seconds <= LIMIT_S, f"{seconds * 1e3:.1f} ms: {cause}"

@@ -52,7 +52,7 @@ class Reference:
 
 @dataclass(slots=True)
 class Slowness:
-    """How slow the machine is, in a period.
+    """The slowness of the machine in a period.
 
     Attributes:
       value: 1 on the reference machine. Divide times by it.

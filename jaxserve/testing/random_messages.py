@@ -8,7 +8,9 @@ from jaxserve.ipc import messages as m
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=50)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
-LOGPROBS = st.builds(m.TokenLogprobs, IDS, st.lists(FINITE), st.integers(1, 10**6))
+LOGPROBS = st.builds(
+    m.TokenLogprobs, IDS.map(tuple), st.lists(FINITE).map(tuple), st.integers(1, 10**6)
+)
 OUTPUT = st.builds(
     m.RequestOutput,
     st.text(),

@@ -17,7 +17,7 @@ from jaxserve.testing.fake_model import FakeModel, expected_tokens
 ENDLESS = SamplingParams(max_tokens=1000, seed=0)
 SLOW = "fake:step_s=0.01"
 PROMPT = (1, 2, 3)
-TIMEOUT_S = 30  # for waits that only a defect makes this long
+TIMEOUT_S = 60  # for waits that only a defect makes this long
 
 
 def generate(

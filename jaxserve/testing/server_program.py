@@ -127,6 +127,6 @@ def server_program(*args: object, **options) -> Iterator[ServerProgram]:
 
 def assert_gone(processes: Sequence[psutil.Process], *, temporary: Path) -> None:
     """Asserts that the processes end, and that their sockets are gone from a temporary folder."""
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=TIMEOUT_S)
     assert not alive
     assert not list(temporary.glob("jaxserve-*"))

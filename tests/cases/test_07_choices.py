@@ -72,7 +72,7 @@ def test_js_106_a_disconnect_aborts_every_choice(server, path, num_prompts, stre
             else:
                 with contextlib.suppress(httpx.ReadTimeout):
                     client.post(path, json=request, timeout=0.05)
-        server.until_idle(within_s=10)
+        server.until_idle(within_s=60)
         assert server.text_engine.num_in_flight == 0
         if num_aborted() == before + num_choices:
             break

@@ -9,7 +9,6 @@ import resource
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -73,13 +72,11 @@ def test_js_168_without_restarts_the_death_of_the_engine_fails_its_requests(
             client_thread.start()
             wait_until(lambda: httpx.get(f"{url}/load").json() == {"server_load": 3})
             engine.kill()
-            killed_at = time.monotonic()
             for stream in streams:
                 *_, error, done = stream
                 assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
                 assert done == "data: [DONE]"
             client_thread.join()
-        assert time.monotonic() - killed_at < 5
         assert replies[0].status_code == 503
         assert "SIGKILL" in replies[0].json()["error"]["message"]
         if keeps_running:

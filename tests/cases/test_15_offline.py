@@ -248,7 +248,7 @@ def test_js_233_an_interrupted_run_can_be_resumed(
         engines = children(process.pid)
         assert len(engines) == 1
         process.send_signal(signal_number)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED
     assert "Traceback" not in stderr
     assert "--resume" in stderr
@@ -272,7 +272,7 @@ def test_js_233_a_run_without_an_engine_can_be_resumed(batch: Batch, run_to_half
     with run_to_half("--max-engine-restarts", "0") as process:
         (engine,) = children(process.pid)
         os.kill(engine, signal.SIGKILL)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert re.search("^error: .*engine", stderr, re.MULTILINE)
     assert_resumes(batch, capsys)

@@ -269,7 +269,7 @@ def test_an_interrupt_ends_a_run_that_waits_for_its_pipes(start) -> None:
         assert json.loads(process.stdout.readline())["custom_id"] == "a"
         process.send_signal(signal.SIGINT)
         message = process.stderr.read()
-        assert process.wait(timeout=30) == INTERRUPTED
+        assert process.wait(timeout=60) == INTERRUPTED
     assert b"interrupted" in message
     assert b"1 answered" in message
     assert b"--resume continues" not in message
@@ -285,7 +285,7 @@ def test_a_reader_that_leaves_ends_the_run(start) -> None:
         process.stdin.write(line("b").encode())
         process.stdin.flush()
         message = process.stderr.read()
-        assert process.wait(timeout=30) == 1
+        assert process.wait(timeout=60) == 1
     assert b"error: [Errno 32] Broken pipe" in message
     assert b"Traceback" not in message
 

@@ -71,7 +71,7 @@ async def test_a_cancelled_start_leaves_no_process(start, factory, engines):
     starting = asyncio.create_task(
         start(num_engines=2, factory=factory(body), on_progress=lambda _: loading.set())
     )
-    async with asyncio.timeout(30):  # only a defect takes this long
+    async with asyncio.timeout(60):  # only a defect takes this long
         await loading.wait()
     assert len(engines()) == 2
     starting.cancel()

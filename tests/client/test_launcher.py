@@ -164,7 +164,7 @@ async def test_wait_returns_the_exit_code(process):
 
 async def test_a_process_exits_when_its_stdin_closes(process):
     process.close_stdin()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await process.wait() == 0
 
 

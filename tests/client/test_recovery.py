@@ -164,7 +164,7 @@ async def test_requests_that_waited_during_two_crashes_are_answered(start):
 
 
 async def test_a_hung_engine_is_replaced(start, engines):
-    client = await start("fake:step_s=0.004", recovery=RecoveryConfig(engine_timeout=3))
+    client = await start("fake:step_s=0.004", recovery=RecoveryConfig(engine_timeout=6))
     (engine,) = engines()
     streams = await start_streams(client, 3, FINITE)
     engine.suspend()
@@ -188,11 +188,11 @@ async def test_a_silent_engine_gets_no_new_requests(start, engines):
 
 
 async def test_a_restart_that_hangs_is_tried_again(start, engines, factory):
-    recovery = RecoveryConfig(engine_timeout=3, max_engine_restarts=1)
+    recovery = RecoveryConfig(engine_timeout=6, max_engine_restarts=1)
     client = await start("fake", factory=factory(UNREPEATABLE), recovery=recovery)
     (engine,) = engines()
     engine.kill()
-    async with asyncio.timeout(30):  # only a defect takes this long
+    async with asyncio.timeout(60):  # only a defect takes this long
         assert "stuck" in str(await client.gone)
     assert engines() == []
 

@@ -130,7 +130,7 @@ def test_a_step_waits_for_the_device():
     assert thread.is_alive()
     assert outputs == []
     gate.set()
-    thread.join(timeout=30)
+    thread.join(timeout=60)
     assert len(outputs) == 1
 
 

@@ -177,7 +177,7 @@ def test_an_idle_engine_and_its_front_use_no_cpu():
     done = subprocess.run(
         [sys.executable, "-c", IDLE_FRONT], capture_output=True, text=True, check=True, timeout=60
     )
-    assert float(done.stdout) < 0.1
+    assert float(done.stdout) < 0.5  # a loop that does not sleep uses 1.9 s, or its share of it
 
 
 async def test_an_engine_ignores_sigint_and_sigterm(client):

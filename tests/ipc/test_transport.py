@@ -45,7 +45,7 @@ from jaxserve.ipc.transport import (
 )
 from jaxserve.sampling_params import SamplingParams
 
-TIMEOUT_S = 30  # for waits that only a defect makes this long
+TIMEOUT_S = 60  # for waits that only a defect makes this long
 REQUESTS = [
     Submit("a", [1, 2, 3], SamplingParams(temperature=0.5, stop=("x", "y"), seed=-(2**63))),
     Submit("b", list(range(5000)), SamplingParams(), 7, -1, 1.5, "salt", num_prior_tokens=3),

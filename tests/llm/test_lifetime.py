@@ -167,7 +167,7 @@ def make(checkpoint: Path, build: Callable[..., Any] | None = None) -> LLM:
 
 def all_ended(threads: set[threading.Thread]) -> bool:
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=60)
     return not any(thread.is_alive() for thread in threads)
 
 

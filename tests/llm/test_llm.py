@@ -332,7 +332,7 @@ def test_a_closed_llm_rejects_calls(front_checkpoint: Path) -> None:
 
 def all_ended(threads: set[threading.Thread]) -> bool:
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=60)
     return not any(thread.is_alive() for thread in threads)
 
 

@@ -138,7 +138,7 @@ def test_an_interrupt_keeps_finished_results(
         try:
             wait_until(has_20_results)
             process.send_signal(interrupt)
-            _, message = process.communicate(timeout=30)
+            _, message = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == INTERRUPTED, message

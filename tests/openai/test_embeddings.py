@@ -81,7 +81,7 @@ async def test_vectors_are_in_the_order_of_the_prompts(text_engine) -> None:
             yield output
 
     engine.generate = generate_in_reverse
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         reply = await embed(text_engine, [[1], [2, 2]], normalize=False)
     assert arrived == [[2, 2], [1]]
     assert [data["embedding"][2] for data in reply["data"]] == [1.0, 2.0]

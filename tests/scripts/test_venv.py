@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -162,7 +161,7 @@ def test_an_interrupted_installation_is_built_again(checkout: Checkout) -> None:
     assert process.stdout is not None
     assert any(b"unpacking" in line for line in process.stdout)
     os.killpg(process.pid, signal.SIGINT)
-    process.wait(timeout=20)
+    process.wait(timeout=120)
     process.stdout.close()
     checkout.calls()
 
@@ -281,7 +280,7 @@ def test_a_missing_venv_module_names_the_package_to_install(checkout: Checkout) 
 
 def test_signals_reach_the_server(checkout: Checkout) -> None:
     """The script becomes the server by exec, so signals to the script reach the server."""
-    waits = FAKE_PYTHON.replace('log "run $*"', 'echo "pid $$"; exec sleep 60')
+    waits = FAKE_PYTHON.replace('log "run $*"', 'echo "pid $$"; exec sleep 600')
     checkout.add_python("python3.12", waits)
     process = subprocess.Popen(
         [checkout.root / "scripts" / "serve"],
@@ -293,10 +292,8 @@ def test_signals_reach_the_server(checkout: Checkout) -> None:
     line = next((line for line in process.stdout if line.startswith("pid ")), None)
     assert line == f"pid {process.pid}\n"
     process.terminate()
-    began = time.monotonic()
-    assert process.wait(timeout=20) == -signal.SIGTERM
+    assert process.wait(timeout=120) == -signal.SIGTERM
     process.stdout.close()
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]])

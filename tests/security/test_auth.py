@@ -101,7 +101,7 @@ HOSTS = ["x", "x/health", "x/health?", "x/health#", "127.0.0.1", "health", "[::1
 
 
 def fetch(address, head: str) -> bytes:
-    with socket.create_connection(address, timeout=30) as connection:
+    with socket.create_connection(address, timeout=60) as connection:
         connection.sendall(head.encode("latin-1"))
         reply = b""
         while data := connection.recv(65536):

@@ -93,7 +93,7 @@ async def test_a_stalled_body_times_out(make_client, check_error) -> None:
         yield b"{"
         await asyncio.Event().wait()
 
-    async with make_client(body_timeout=0.05) as client:
+    async with make_client(body_timeout=0.5) as client:
         response = await client.post("/v1/completions", content=trickle())
         check_error(response, 408)
         assert response.headers["connection"] == "close"

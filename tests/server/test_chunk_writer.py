@@ -42,7 +42,7 @@ async def test_the_extension_and_asgi_messages_send_the_same_bytes() -> None:
         assert head.startswith(b"HTTP/1.1 200 ")
         return body
 
-    async with asyncio.timeout(20), serving(streaming(write_body)) as port:
+    async with asyncio.timeout(60), serving(streaming(write_body)) as port:
         body = await get(b"/")
         assert body == await get(b"/messages")
     assert len(body) > 70_000
@@ -63,7 +63,7 @@ async def test_writing_waits_for_a_client_that_does_not_read() -> None:
             await writing
             num_bytes += 2**20
 
-    async with asyncio.timeout(20), serving(streaming(write_body)) as port:
+    async with asyncio.timeout(60), serving(streaming(write_body)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
         writer.write(GET % b"/")
         await is_blocked.wait()
@@ -84,7 +84,7 @@ async def test_writing_after_a_disconnect_has_no_effect(caplog) -> None:
             await asyncio.sleep(0)
         has_finished.set()
 
-    async with asyncio.timeout(20), serving(streaming(write_body)) as port:
+    async with asyncio.timeout(60), serving(streaming(write_body)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(GET % b"/")
         await reader.readuntil(b"first")

@@ -46,7 +46,7 @@ async def serving(
 
 @pytest.mark.parametrize("begin", [b"", b"GET / HTTP/1.1\r\nhost: x\r\n"])
 async def test_an_incomplete_head_closes_the_connection(begin) -> None:
-    async with serving(keep_alive_s=0.1) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=0.1) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(begin)
         assert await reader.read() == b""
@@ -106,7 +106,7 @@ def error_in(reply: bytes) -> dict[str, object]:
     [b"GET / HTTP/1.1\r\nhost: x\r\n", b"GET /" + b"z" * 40_000 + b" HTTP/1.1\r\nhost: x\r\n"],
 )
 async def test_the_size_of_a_head_is_limited(begin, step) -> None:
-    async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=60) as port, asyncio.timeout(60):
         for size, status in ((MAX_HEAD_BYTES, 200), (MAX_HEAD_BYTES + 1, 431)):
             head = head_of(size, begin + b"connection: close\r\n")
             parts = [head[i : i + step] for i in range(0, size, step)]
@@ -119,7 +119,7 @@ async def test_the_size_of_a_head_is_limited(begin, step) -> None:
 
 @pytest.mark.parametrize("padding", [b"x: " + b" " * 70_000 + b"y", b"x: y\r\n" * 12_000])
 async def test_spaces_and_short_headers_count_towards_the_size_of_a_head(padding) -> None:
-    async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=60) as port, asyncio.timeout(60):
         reply = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n" + padding + b"\r\n\r\n")
         assert statuses(reply) == [431]
         assert statuses(await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n" + padding)) == [431]
@@ -127,7 +127,7 @@ async def test_spaces_and_short_headers_count_towards_the_size_of_a_head(padding
 
 async def test_the_head_of_a_second_request_is_limited() -> None:
     before = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody"
-    async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=60) as port, asyncio.timeout(60):
         for size, num_replies in ((MAX_HEAD_BYTES, 2), (MAX_HEAD_BYTES + PIECE_BYTES, 1)):
             head = head_of(size, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
             assert statuses(await exchange(port, before + head)) == [200] * num_replies
@@ -152,14 +152,14 @@ async def test_chunk_extensions_and_trailers_are_limited(rest) -> None:
             pass
         ends.append(message["type"])
 
-    async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(60):
         assert statuses(await exchange(port, CHUNKED, rest)) == [431]
     assert ends == ["http.disconnect"]
 
 
 async def test_a_body_may_have_many_chunks() -> None:
     parts = b"1\r\nx\r\n" * 20_000 + b"0\r\na: b\r\n\r\n"
-    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(CHUNKED + parts)
         await reader.readuntil(b"\r\n\r\n")
@@ -179,7 +179,7 @@ async def test_a_client_that_reads_after_sending_its_body_gets_an_early_reply(
     app = Response(b"no", 413, headers)
 
     def post_twice(port: int) -> list[tuple[int, bytes]]:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         replies = []
         for _ in range(2):
             body = [b" " * 100_000] * (BODY_BYTES // 100_000) if is_chunked else b" " * BODY_BYTES
@@ -204,7 +204,7 @@ async def write_forever(writer: asyncio.StreamWriter, data: bytes) -> None:
 async def test_the_unread_rest_of_a_request_has_a_size_limit(closes, monkeypatch) -> None:
     monkeypatch.setattr(server.http, "MAX_UNREAD_BYTES", 100_000)
     app = Response(headers={"connection": "close"} if closes else {})
-    async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
@@ -217,7 +217,7 @@ async def test_the_unread_rest_of_a_request_has_a_size_limit(closes, monkeypatch
 async def test_the_unread_rest_of_a_request_has_a_time_limit(closes, monkeypatch) -> None:
     monkeypatch.setattr(server.http, "UNREAD_TIMEOUT_S", 0.1)
     app = Response(headers={"connection": "close"} if closes else {})
-    async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=60, app=app) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
         await reader.read()
@@ -236,7 +236,7 @@ async def test_the_unread_rest_of_a_request_has_a_time_limit(closes, monkeypatch
     ],
 )
 async def test_invalid_http_gets_a_standard_error(begin, caplog) -> None:
-    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(60):
         reply = await exchange(port, begin, b"and more\r\n" * 5000)
         assert statuses(reply) == [400]
         error = error_in(reply)
@@ -247,7 +247,7 @@ async def test_invalid_http_gets_a_standard_error(begin, caplog) -> None:
 
 async def test_requests_before_invalid_http_get_replies() -> None:
     good = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
-    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(60):
         reply = await exchange(port, good + b"one!" + good + b"two!" + b"%" * 200_000)
         assert statuses(reply) == [200, 200]
         assert reply.index(b"one!") < reply.index(b"two!")
@@ -264,7 +264,7 @@ async def test_upgrades_to_another_protocol_are_ignored(upgrade, caplog) -> None
         post + b"content-length: 4\r\n\r\nbody",
         post + b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n",
     ]
-    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=60, app=echo) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for request in requests:
             for cut in range(len(request) - 30, len(request) + 1, 2):
@@ -283,7 +283,7 @@ async def test_upgrades_to_another_protocol_are_ignored(upgrade, caplog) -> None
 
 
 async def test_line_breaks_do_not_keep_a_connection_alive() -> None:
-    async with serving(keep_alive_s=0.2) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=0.2) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
@@ -293,7 +293,7 @@ async def test_line_breaks_do_not_keep_a_connection_alive() -> None:
 
 
 async def test_a_connection_serves_more_than_one_request() -> None:
-    async with serving(keep_alive_s=60) as port, asyncio.timeout(20):
+    async with serving(keep_alive_s=60) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -315,7 +315,7 @@ async def test_shutdown_disconnects_a_client_that_does_not_read(caplog) -> None:
         ends.append((await receive())["type"])
         streaming.cancel()
 
-    async with asyncio.timeout(20), serving(keep_alive_s=60, app=app) as port:
+    async with asyncio.timeout(60), serving(keep_alive_s=60, app=app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")

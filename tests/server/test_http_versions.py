@@ -45,7 +45,7 @@ async def with_messages(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.mark.parametrize("host", [b"", b"host: x\r\n"])
 @pytest.mark.parametrize("kept", [b"", b"connection: keep-alive\r\n"])
 async def test_a_stream_to_http_1_0_ends_with_the_connection(app, host, kept) -> None:
-    async with serving(app) as port, asyncio.timeout(20):
+    async with serving(app) as port, asyncio.timeout(60):
         head, body = await fetch(port, b"GET / HTTP/1.0\r\n" + host + kept + b"\r\n")
         assert head.startswith(b"http/1.1 200 ")
         assert b"transfer-encoding" not in head
@@ -55,14 +55,14 @@ async def test_a_stream_to_http_1_0_ends_with_the_connection(app, host, kept) ->
 
 
 async def test_whole_replies_and_heads_to_http_1_0_have_a_length() -> None:
-    async with serving(Response(b"whole")) as port, asyncio.timeout(20):
+    async with serving(Response(b"whole")) as port, asyncio.timeout(60):
         head, body = await fetch(port, b"GET / HTTP/1.0\r\n\r\n")
         assert b"content-length: 5" in head
         assert body == b"whole"
         head, body = await fetch(port, b"HEAD / HTTP/1.0\r\n\r\n")
         assert head.startswith(b"http/1.1 200 ")
         assert body == b""
-    async with serving(with_messages) as port, asyncio.timeout(20):
+    async with serving(with_messages) as port, asyncio.timeout(60):
         head, body = await fetch(port, b"HEAD / HTTP/1.0\r\n\r\n")
         assert head.startswith(b"http/1.1 200 ")
         assert body == b""
@@ -76,7 +76,7 @@ async def test_an_empty_stream_to_http_1_0_is_empty() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await StreamingResponse(nothing())(scope, receive, send)
 
-    async with serving(app) as port, asyncio.timeout(20):
+    async with serving(app) as port, asyncio.timeout(60):
         head, body = await fetch(port, b"GET / HTTP/1.0\r\n\r\n")
         assert head.startswith(b"http/1.1 200 ")
         assert body == b""
@@ -105,7 +105,7 @@ async def test_a_request_without_exactly_one_host_is_refused(head, count) -> Non
         calls.append(scope["path"])
         await Response()(scope, receive, send)
 
-    async with serving(app) as port, asyncio.timeout(20):
+    async with serving(app) as port, asyncio.timeout(60):
         reply, body = await fetch(port, head + b"\r\nhello")
         assert reply.startswith(b"http/1.1 400 ")
         error = json.loads(body)["error"]

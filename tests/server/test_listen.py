@@ -32,7 +32,7 @@ def listening(host: str, port: int = 0) -> Iterator[list[socket.socket]]:
 
 def accepts(address: str, port: int) -> bool:
     try:
-        socket.create_connection((address, port), timeout=10).close()
+        socket.create_connection((address, port), timeout=60).close()
     except ConnectionRefusedError:
         return False
     return True

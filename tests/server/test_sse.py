@@ -65,7 +65,7 @@ async def test_a_disconnect_aborts_the_request(n, stall_after, stream) -> None:
     if stream and stall_after:
         await until(client.got_body.is_set)
     client.disconnect()
-    await asyncio.wait_for(serving, 10)
+    await asyncio.wait_for(serving, 60)
     assert len(engine.aborted) == n
     assert text_engine.num_in_flight == 0
     assert text_engine.metrics.finished == {"abort": n}
@@ -86,7 +86,7 @@ async def test_a_disconnect_during_a_write_aborts_the_request() -> None:
     serving = asyncio.create_task(app(client.scope, client.receive, send))
     await until(blocked.is_set)
     client.disconnect()
-    await asyncio.wait_for(serving, 10)
+    await asyncio.wait_for(serving, 60)
     assert len(text_engine.engine.aborted) == 1
 
 

@@ -175,7 +175,7 @@ BAD_KEY = Response(b"x" * LARGE, 401, {"connection": "close"})
 )
 async def test_a_client_that_stops_reading_is_disconnected(app) -> None:
     ends.clear()
-    async with serving(app, 0.2) as (port, server), asyncio.timeout(30):
+    async with serving(app, 0.2) as (port, server), asyncio.timeout(60):
         with stalled_client(port) as client:
             await until(lambda: server.server_state.connections)
             await until(lambda: not server.server_state.connections)
@@ -206,7 +206,7 @@ def test_the_timeout_must_be_positive() -> None:
 
 
 async def test_accepted_connections_probe_their_peers() -> None:
-    async with serving(Response(), 300) as (port, server), asyncio.timeout(20):
+    async with serving(Response(), 300) as (port, server), asyncio.timeout(60):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         await until(lambda: server.server_state.connections)
         (connection,) = server.server_state.connections

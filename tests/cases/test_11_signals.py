@@ -6,6 +6,7 @@ import resource
 import signal
 import socket
 import threading
+import time
 
 import httpx
 import psutil
@@ -135,29 +136,40 @@ def test_m11_after_a_first_signal_only_sigint_aborts_at_once(server) -> None:
         assert finish_reason(short) == "length"
         started.signal(signal.SIGINT)
         assert finish_reason(events) == "abort"
-    assert started.wait(within_s=10) == 0
+    assert started.wait(within_s=45) == 0
 
 
 def test_m11_a_second_sigint_does_not_wait_for_a_stuck_engine(server, tmp_path, folder) -> None:
+    """An engine has 5 s to end its step, if nobody is in a hurry.
+
+    Both times include what the machine needs for the rest.
+    """
     (tmp_path / "stuck_factory.py").write_text(STUCK_FACTORY)
     (tmp_path / MODEL).symlink_to(folder / MODEL)
-    factory = ("--engine-factory", "stuck_factory:build")
-    started = server("--shutdown-timeout", 50, factory=factory, cwd=tmp_path)
-    url, processes = started.url, started.processes()
-    replies: list[httpx.Response] = []
-    client = threading.Thread(
-        target=lambda: replies.append(httpx.post(url + COMPLETIONS, json=BODY, timeout=60))
-    )
-    client.start()
-    wait_until(lambda: httpx.get(f"{url}/load").json() == {"server_load": 1})
-    started.signal(signal.SIGINT)
-    started.wait_for("Stopping")
-    started.signal(signal.SIGINT)
-    # An engine has 5 s to end its step, if nobody is in a hurry.
-    assert started.wait(within_s=4) == 0
-    client.join(TIMEOUT_S)
-    assert replies[0].status_code == 503
-    assert_gone(processes, temporary=tmp_path)
+
+    def seconds_to_stop(shutdown_timeout: int, num_sigints: int) -> float:
+        factory = ("--engine-factory", "stuck_factory:build")
+        flags = ("--shutdown-timeout", shutdown_timeout)
+        started = server(*flags, factory=factory, cwd=tmp_path)
+        url, processes = started.url, started.processes()
+        replies: list[httpx.Response] = []
+        client = threading.Thread(
+            target=lambda: replies.append(httpx.post(url + COMPLETIONS, json=BODY, timeout=60))
+        )
+        client.start()
+        wait_until(lambda: httpx.get(f"{url}/load").json() == {"server_load": 1})
+        for _ in range(num_sigints):
+            began = time.monotonic()
+            started.signal(signal.SIGINT)
+            started.wait_for("Stopping")
+        assert started.wait() == 0
+        seconds = time.monotonic() - began
+        client.join(TIMEOUT_S)
+        assert replies[0].status_code == 503
+        assert_gone(processes, temporary=tmp_path)
+        return seconds
+
+    assert seconds_to_stop(50, num_sigints=2) < seconds_to_stop(0, num_sigints=1) - 2
 
 
 def test_a_whole_reply_that_is_cut_is_a_503(server) -> None:

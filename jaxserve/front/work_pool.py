@@ -16,8 +16,8 @@ from jaxserve.errors import QueueFullError
 T = TypeVar("T")
 
 SIZE_PER_S = 1 << 18
-"""Work of this size, in characters or values, lets smaller work go first that arrives up to a
-second later. A thread does about this much in a second, or more."""
+"""Smaller work overtakes work of this size, in characters or values, if it arrives up to a second
+later. A thread does at least about this much in a second."""
 
 
 class Abandoned(Exception):
@@ -129,26 +129,34 @@ class WorkPool:
             await turn
         except asyncio.CancelledError:
             if entry in self._line:
-                self._line.remove(entry)
-                heapq.heapify(self._line)
-            elif turn.cancelled() or turn.exception() is None:  # its turn came at the same time
-                self._next()
+                self._remove(entry)
+            elif not turn.cancelled() and turn.exception() is None:
+                self._next()  # its turn came at the same time
             raise
 
     def _refuse_last(self) -> None:
-        """Removes the last in the line: large work, if smaller work has come later."""
-        last = max(self._line)
-        self._line.remove(last)
+        """Removes the last in the line: large work, if smaller work has come later.
+
+        If a caller has left, its place is removed instead.
+        """
+        last = max(self._line, key=lambda entry: (entry[2].cancelled(), entry))
+        self._remove(last)
+        if not last[2].cancelled():
+            error = QueueFullError(
+                f"{len(self._line)} requests wait for the same work ({self._name}); try again later"
+            )
+            last[2].set_exception(error)
+
+    def _remove(self, entry: tuple[float, int, asyncio.Future[None]]) -> None:
+        self._line.remove(entry)
         heapq.heapify(self._line)
-        error = QueueFullError(
-            f"{len(self._line)} requests wait for the same work ({self._name}); try again later"
-        )
-        last[2].set_exception(error)
 
     def _next(self) -> None:
         """Gives a thread that has become free to the first in the line."""
-        if self._line:
+        while self._line:
             _, _, turn = heapq.heappop(self._line)
-            turn.set_result(None)
-        else:
-            self._num_running -= 1
+            # A cancelled task leaves the line only when the loop resumes it.
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._num_running -= 1

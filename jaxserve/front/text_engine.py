@@ -75,7 +75,7 @@ class TextEngine:
             model.tokenizer, model.vocab_size, max_in_flight=max_in_flight
         )
         self.memory = FreedMemory()
-        # A request waits in one line at a time, so the permits limit all of these lines.
+        # A request waits in one queue at a time, so the permits limit all of these queues.
         threads = min(os.cpu_count() or 1, 4)
         self.text_pool = WorkPool("tokenize", max_waiting=max_in_flight)
         self._encode_pool = WorkPool("encode", num_threads=threads, max_waiting=max_in_flight)

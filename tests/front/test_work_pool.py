@@ -1,4 +1,4 @@
-"""Work runs in few threads, waits in a short line, and is given up when its caller leaves."""
+"""Work runs in few threads, waits in a short queue, and is given up when its caller leaves."""
 
 import asyncio
 import threading
@@ -63,7 +63,7 @@ async def test_small_work_overtakes_large_work_that_has_not_waited_long(monkeypa
     assert held.begun == ["first", "small", "also small", "large", "larger"]
 
 
-async def test_a_full_line_refuses_its_last(monkeypatch) -> None:
+async def test_a_full_queue_refuses_its_last(monkeypatch) -> None:
     """So large work, however much of it waits, never keeps small work out."""
     monkeypatch.setattr(work_pool, "SIZE_PER_S", 1e-3)
     pool, held = WorkPool("test", max_waiting=2), Held()
@@ -163,7 +163,7 @@ async def test_a_turn_of_a_caller_that_has_just_left_goes_to_the_next() -> None:
     assert await pool.run(lambda _: "free again") == "free again"
 
 
-async def test_a_caller_that_has_just_left_makes_room_in_a_full_line() -> None:
+async def test_a_caller_that_has_just_left_makes_room_in_a_full_queue() -> None:
     pool, held = WorkPool("test", max_waiting=1), Held()
     first, second = [asyncio.create_task(pool.run(held.work(name))) for name in ("1", "2")]
     await until(lambda: pool.num_waiting == 1)

@@ -66,6 +66,13 @@ class GrammarChecks:
         self._not_quick = _Recent()
         self._in_flight: dict[bytes, _Shared] = {}
 
+    def close(self) -> None:
+        """Ends the threads and the processes. Nothing can be checked from now on."""
+        for pool in (self._quick, self._long):
+            pool.close()
+        for worker in (self._quick_worker, self._long_worker):
+            worker.close()
+
     async def check(self, grammar: Grammar) -> None:
         """Raises InvalidRequestError, without a ``param``, unless the grammar can be followed.
 

@@ -83,6 +83,15 @@ class TextEngine:
         self._build_pool = WorkPool("build", max_waiting=max_in_flight)
         self._running: dict[str, str] = {}  # IDs of completions -> IDs of their requests
 
+    def close(self) -> None:
+        """Ends the threads and the processes of the front; any thread may call it.
+
+        The engine stays as it is. No request may be in flight.
+        """
+        for pool in (self.text_pool, self._encode_pool, self._render_pool, self._build_pool):
+            pool.close()
+        self.grammars.close()
+
     @property
     def num_in_flight(self) -> int:
         """Completions that were accepted and that the engine has not ended."""

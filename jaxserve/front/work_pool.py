@@ -66,6 +66,10 @@ class WorkPool:
         """The number of functions that wait for a thread."""
         return len(self._queue)
 
+    def close(self) -> None:
+        """Ends the idle threads now, and the others after their work. `run` fails from now on."""
+        self._executor.shutdown(wait=False)
+
     async def run(self, work: Callable[[Caller], T], *, size: int = 0) -> T:
         """Returns the result of ``work`` in a thread, or raises what it raises.
 
@@ -142,10 +146,9 @@ class WorkPool:
         last = max(self._queue, key=lambda entry: (entry[2].cancelled(), entry))
         self._remove(last)
         if not last[2].cancelled():
-            error = QueueFullError(
-                f"{len(self._queue)} requests wait for the same work ({self._name}); try again later"
-            )
-            last[2].set_exception(error)
+            which = f"for the same work ({self._name})"
+            message = f"{len(self._queue)} requests wait {which}; try again later"
+            last[2].set_exception(QueueFullError(message))
 
     def _remove(self, entry: tuple[float, int, asyncio.Future[None]]) -> None:
         self._queue.remove(entry)

@@ -113,7 +113,7 @@ class LLM:
             )
             self._text_engine = TextEngine(engine, served, max_in_flight=sys.maxsize)
         except BaseException:
-            self.close()
+            self._background.close()
             raise
 
     def generate(
@@ -212,6 +212,7 @@ class LLM:
     def close(self) -> None:
         """Stops the engine and frees its memory. Calling it again does nothing."""
         self._background.close()
+        self._text_engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -34,9 +34,6 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
-PART_BYTES = 1 << 18
-"""The most bytes of a body that are sent at once."""
-
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode

@@ -115,7 +115,8 @@ def _arguments(value: Any, param: str) -> dict[str, Any]:
         _check_length(value, param)
         try:
             value = msgspec.json.decode(value) if value.strip() else None
-        except (msgspec.DecodeError, RecursionError) as error:
+        # UnicodeEncodeError: lone surrogates, which a string of a Python program can have.
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
             raise InvalidRequestError(
                 f"{param} must be the text of a JSON object: {error}", param=param
             ) from error

@@ -154,6 +154,15 @@ def test_chat_shows_tools_and_variables_to_the_template(llm: LLM, monkeypatch) -
     assert output.prompt == "clock calm hi"
 
 
+@pytest.mark.parametrize("place", ["content", "arguments"])
+def test_chat_refuses_messages_that_are_not_unicode(llm: LLM, place) -> None:
+    fields = {"content": "x", "arguments": "{}", place: '{"a": "\ud83d"}'}
+    call = {"function": {"name": "f", "arguments": fields["arguments"]}}
+    message = {"role": "assistant", "content": fields["content"], "tool_calls": [call]}
+    with pytest.raises(InvalidRequestError, match="surrogates"):
+        llm.chat([message], GREEDY, use_tqdm=False)
+
+
 def test_returns_prompt_logprobs_by_token_id(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, n=2)
     (output,) = generate(llm, [[5, 6, 7]], params)

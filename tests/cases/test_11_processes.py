@@ -79,7 +79,8 @@ def test_js_168_without_restarts_the_death_of_the_engine_fails_its_requests(
                 assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
                 assert done == "data: [DONE]"
             client_thread.join()
-        assert time.monotonic() - killed_at < 5
+        # At once: an engine that is only silent counts as dead after 60 s or more.
+        assert time.monotonic() - killed_at < 30
         assert replies[0].status_code == 503
         assert "SIGKILL" in replies[0].json()["error"]["message"]
         if keeps_running:

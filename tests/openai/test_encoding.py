@@ -25,6 +25,7 @@ from jaxserve.openai.protocol import (
     Usage,
 )
 from jaxserve.openai.responses_protocol import MessageItem, OutputText, TextLogprob
+from jaxserve.testing.machine_speed import slowness
 
 MAX_CALL_S = 0.02
 HEAD = {"id": "x", "created": 1, "model": "m", "system_fingerprint": "f"}
@@ -98,7 +99,7 @@ def test_large_values_come_in_short_pieces(name) -> None:
             pieces.append(piece)
             start = time.thread_time()
         longest.append(max(times))
-    assert min(longest[1:]) < MAX_CALL_S, longest
+    assert min(longest[1:]) < MAX_CALL_S * slowness(), longest
     assert b"".join(pieces) == msgspec.json.encode(value)
     assert len(pieces) > 3
     assert max(map(len, pieces)) < 2 * 2**20

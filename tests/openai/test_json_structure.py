@@ -22,6 +22,7 @@ from jaxserve.openai.json_structure import (
 )
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
+from jaxserve.testing.machine_speed import slowness
 from server.settings import ApiSettings
 
 API = ApiSettings()
@@ -142,7 +143,7 @@ def test_the_largest_bodies_are_decoded_in_a_short_time(case) -> None:
         with contextlib.suppress(InvalidRequestError):
             decode(body, body_type)
         times.append(time.thread_time() - start)
-    assert min(times) < MAX_CALL_S, times
+    assert min(times) < MAX_CALL_S * slowness(), times
 
 
 @pytest.mark.parametrize("tail", [b"", b'"', b"\\ud83d", b"\\ud83"])
@@ -155,7 +156,7 @@ def test_errors_of_large_bodies_are_found_in_a_short_time(tail) -> None:
             with pytest.raises(InvalidRequestError) as caught:
                 decode(body, CompletionRequest)
             times.append(time.thread_time() - start)
-        assert min(times) < MAX_CALL_S, times
+        assert min(times) < MAX_CALL_S * slowness(), times
         reason = "surrogate" if tail == b"\\ud83d" else "too early"
         assert reason in caught.value.message
 

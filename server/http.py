@@ -1,4 +1,4 @@
-"""uvicorn with bounds on everything a connection can send, and without its signal handlers.
+"""uvicorn with limits on everything a connection can send, and without its signal handlers.
 
 This module and `server.http_cycle` are the only ones that use the private HTTP classes of uvicorn
 (``uvicorn.protocols.http.httptools_impl``). tests/server/test_uvicorn_internals.py lists what it

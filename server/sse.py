@@ -90,7 +90,7 @@ async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct
 
 
 class LargeReply(Response):
-    """Sends a JSON reply in pieces, so that those which the client has read take no memory."""
+    """Sends a JSON reply in pieces. A piece that has been sent takes no memory."""
 
     media_type = "application/json"
 

@@ -28,7 +28,7 @@ INLINE_CHARS = 400
 to a thread would take longer."""
 
 MEASURED_SIZE = 20_000
-"""The size of a request is exact up to this one; finding it out takes at most 2 ms."""
+"""The largest size of a request that is counted exactly. Counting takes at most 2 ms."""
 
 INLINE_SIZE = 2000
 """Other work of at most this size, in values and characters, is done on the event loop. It takes
@@ -41,10 +41,11 @@ MAX_TEXT_CALLS = 64
 class TextEngine:
     """Runs requests of one model on one engine, or on a client of several.
 
-    Everything that takes long for a large request runs in threads: rendering, encoding, and the
-    rest (checks, conversions, large parts of replies) have pools of their own. Python code in one
-    thread makes the event loop wait for at most 5 ms at a time, and more threads would do no more
-    work, so only encoding, which needs no interpreter, has several.
+    Everything that takes long for a large request runs in threads. Rendering has a pool, encoding
+    has one, and all other Python code (checks, conversions, large parts of replies) has one. Python
+    code in one thread makes the event loop wait for at most 5 ms at a time. More threads would not
+    do more work, because they share the interpreter. Encoding does not need the interpreter, so
+    its pool has several threads.
 
     Args:
       engine: runs token IDs.

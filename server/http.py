@@ -1,4 +1,4 @@
-"""uvicorn with bounds on everything a connection can send, and without its signal handlers.
+"""uvicorn with limits on everything a connection can send, and without its signal handlers.
 
 This module and `server.http_cycle` are the only ones that use the private HTTP classes of uvicorn
 (``uvicorn.protocols.http.httptools_impl``). tests/server/test_uvicorn_internals.py lists what it
@@ -141,10 +141,7 @@ class HttpProtocol(HttpToolsProtocol):
         num_bytes = len(piece)
         self._saw_boundary = False
         try:
-            self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade as upgrade:
-            num_bytes = upgrade.args[0]
-            self._ignore_upgrade()
+            num_bytes = self._feed(piece)
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
             is_known = isinstance(cause, _InvalidHeadError)
@@ -152,6 +149,18 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._reject(400, f"the request is not valid HTTP/1.1: {error}")
         self._num_head_bytes = 0 if self._saw_boundary else self._num_head_bytes + num_bytes
+        return num_bytes
+
+    def _feed(self, piece: bytes) -> int:
+        """Gives bytes to the parser. Returns how many it has consumed. Raises HttpParserError."""
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            num_bytes = upgrade.args[0]
+        else:
+            return len(piece)
+        # After the handler: inside of it, an error of a callback would lose its own context.
+        self._ignore_upgrade()
         return num_bytes
 
     def on_message_begin(self) -> None:

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 @dataclass(frozen=True, slots=True)
 class CycleTransport:
-    """The part of a transport that a cycle uses, with functions of the protocol in its place."""
+    """The part of a transport that a cycle uses. Its functions are those of the protocol."""
 
     write: Callable[[bytes], None]
     is_closing: Callable[[], bool]

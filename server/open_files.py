@@ -1,4 +1,4 @@
-"""Logs when the process can open no more files, because every connection needs one."""
+"""Logs when the process cannot open more files: every connection needs one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def watch_open_files(
 ) -> None:
     """Logs a line when the limit on open files is reached, until it is cancelled.
 
-    The event loop closes further connections without a word.
+    The event loop closes further connections, and logs nothing.
     """
     loop = asyncio.get_running_loop()
     quiet_until = loop.time()

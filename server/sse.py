@@ -34,9 +34,6 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
-PART_BYTES = 1 << 18
-"""The most bytes of a body that are sent at once."""
-
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
@@ -93,7 +90,7 @@ async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct
 
 
 class LargeReply(Response):
-    """Sends a JSON reply in pieces, so that those which the client has read take no memory."""
+    """Sends a JSON reply in pieces. A piece that has been sent takes no memory."""
 
     media_type = "application/json"
 

@@ -70,7 +70,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
             for task in some:
                 task.cancel()
             await asyncio.gather(*some, return_exceptions=True)
-    finally:  # cancelled itself
+    finally:  # if this was cancelled, some tasks have not been
         for task in tasks:
             task.cancel()
 

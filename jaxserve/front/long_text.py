@@ -1,8 +1,8 @@
 """Encodes texts whose length has no limit of its own, with a limit on the work.
 
-A text of digits can have a token for each character, and each token takes some hundred bytes while
-it is made. So a long text is first encoded in parts, until it is certain that it has too many
-tokens.
+A text of digits can have a token for each character, and each token takes about a hundred bytes
+while the text is encoded. So a long text is first encoded in parts, until it is certain that it has
+too many tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ CHARS_PER_TOKEN = 4
 """A text of up to this many characters for each token of the limit is encoded at once."""
 
 CERTAINTY = 2
-"""Parts have more tokens than the whole text, because their ends cut tokens, but not twice as many:
-a part is far longer than a token."""
+"""The parts of a text have fewer than this many times the tokens of the whole text. They have more
+tokens than it, because their ends cut tokens, but a part is far longer than a token."""
 
 MIN_PART_CHARS = 2**14
 

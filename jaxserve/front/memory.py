@@ -11,7 +11,7 @@ LARGE = 1 << 18
 """Work of this size, in characters or values, may leave tens of MiB of freed memory behind."""
 
 DELAY_S = 1.0
-"""Seconds between large work and the return of its memory, by when its reply has been sent."""
+"""Seconds between large work and the return of its memory. By then most replies have been sent."""
 
 
 class FreedMemory:
@@ -26,7 +26,7 @@ class FreedMemory:
         self._timer: asyncio.TimerHandle | None = None
 
     def after(self, size: int) -> None:
-        """Called on the event loop when work of this size has ended."""
+        """Notes that work of this size has ended. Call it on the event loop."""
         if size >= LARGE and self._trim is not None and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._start)
 

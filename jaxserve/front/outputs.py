@@ -68,8 +68,8 @@ async def stream_completion(
 ) -> AsyncGenerator[Delta, None]:
     """Runs a completion and yields its deltas.
 
-    A stop string, an error or closing the generator aborts the completion in the engine. An output
-    of many tokens, which a reader gets who has not read for a while, becomes several deltas.
+    A stop string, an error or closing the generator aborts the completion in the engine. A reader
+    that has not read for a while gets an output of many tokens, which becomes several deltas.
 
     Args:
       task: the completion.

@@ -22,7 +22,7 @@ from jaxserve.parsing.parser import MessageParser
 from jaxserve.sampling_params import INT64, SamplingParams, check_ids
 
 SIZE_OF_COMPLETION = 50
-"""The work for a completion, in token IDs that are checked in the same time."""
+"""The size of a completion: as many token IDs are checked in the time that it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

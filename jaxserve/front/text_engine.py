@@ -28,7 +28,7 @@ INLINE_CHARS = 400
 to a thread would take longer."""
 
 MEASURED_SIZE = 20_000
-"""The size of a request is exact up to this one; finding it out takes at most 2 ms."""
+"""The largest size of a request that is counted exactly. Counting takes at most 2 ms."""
 
 INLINE_SIZE = 2000
 """Other work of at most this size, in values and characters, is done on the event loop. It takes
@@ -41,10 +41,11 @@ MAX_TEXT_CALLS = 64
 class TextEngine:
     """Runs requests of one model on one engine, or on a client of several.
 
-    Everything that takes long for a large request runs in threads: rendering, encoding, and the
-    rest (checks, conversions, large parts of replies) have pools of their own. Python code in one
-    thread makes the event loop wait for at most 5 ms at a time, and more threads would do no more
-    work, so only encoding, which needs no interpreter, has several.
+    Everything that takes long for a large request runs in threads. Rendering has a pool, encoding
+    has one, and all other Python code (checks, conversions, large parts of replies) has one. Python
+    code in one thread makes the event loop wait for at most 5 ms at a time. More threads would not
+    do more work, because they share the interpreter. Encoding does not need the interpreter, so
+    its pool has several threads.
 
     Args:
       engine: runs token IDs.
@@ -75,13 +76,22 @@ class TextEngine:
             model.tokenizer, model.vocab_size, max_in_flight=max_in_flight
         )
         self.memory = FreedMemory()
-        # A request waits in one line at a time, so the permits limit all of these lines.
+        # A request waits in one queue at a time, so the permits limit all of these queues.
         threads = min(os.cpu_count() or 1, 4)
         self.text_pool = WorkPool("tokenize", max_waiting=max_in_flight)
         self._encode_pool = WorkPool("encode", num_threads=threads, max_waiting=max_in_flight)
         self._render_pool = WorkPool("render", max_waiting=max_in_flight)
         self._build_pool = WorkPool("build", max_waiting=max_in_flight)
         self._running: dict[str, str] = {}  # IDs of completions -> IDs of their requests
+
+    def close(self) -> None:
+        """Ends the threads and the processes of the front; any thread may call it.
+
+        The engine stays as it is. No request may be in flight.
+        """
+        for pool in (self.text_pool, self._encode_pool, self._render_pool, self._build_pool):
+            pool.close()
+        self.grammars.close()
 
     @property
     def num_in_flight(self) -> int:

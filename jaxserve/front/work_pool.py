@@ -16,8 +16,8 @@ from jaxserve.errors import QueueFullError
 T = TypeVar("T")
 
 SIZE_PER_S = 1 << 18
-"""Work of this size, in characters or values, lets smaller work go first that arrives up to a
-second later. A thread does about this much in a second, or more."""
+"""Smaller work overtakes work of this size, in characters or values, if it arrives up to a second
+later. A thread does at least about this much in a second."""
 
 
 class Abandoned(Exception):
@@ -41,9 +41,9 @@ class Caller:
 
 
 class WorkPool:
-    """Runs functions in threads of its own, and lets others wait in a line of limited length.
+    """Runs functions in threads of its own, and lets others wait in a queue of limited length.
 
-    The line is sorted by arrival plus size / `SIZE_PER_S`, so small work overtakes large work that
+    The queue is sorted by arrival plus size / `SIZE_PER_S`, so small work overtakes large work that
     has not waited for long, and nothing waits for ever.
 
     Args:
@@ -58,22 +58,26 @@ class WorkPool:
         self._max_waiting = max_waiting
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_running = 0
-        self._line: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._queue: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
 
     @property
     def num_waiting(self) -> int:
         """The number of functions that wait for a thread."""
-        return len(self._line)
+        return len(self._queue)
+
+    def close(self) -> None:
+        """Ends the idle threads now, and the others after their work. `run` fails from now on."""
+        self._executor.shutdown(wait=False)
 
     async def run(self, work: Callable[[Caller], T], *, size: int = 0) -> T:
         """Returns the result of ``work`` in a thread, or raises what it raises.
 
-        A cancelled call leaves the line. If its work has begun, the thread is free once the work
+        A cancelled call leaves the queue. If its work has begun, the thread is free once the work
         ends; `Caller.check` ends it early.
 
         Raises:
-          QueueFullError: too many wait, and this is the last in the line.
+          QueueFullError: too many wait, and this is the last in the queue.
         """
         if self._num_running == self._num_threads:
             await self._turn(size)
@@ -118,37 +122,44 @@ class WorkPool:
             result.set_result(value)
 
     async def _turn(self, size: int) -> None:
-        """Waits in the line. Afterwards the caller counts as running."""
+        """Waits in the queue. Afterwards the caller counts as running."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         entry = (loop.time() + size / SIZE_PER_S, next(self._order), turn)
-        heapq.heappush(self._line, entry)
-        if len(self._line) > self._max_waiting:
+        heapq.heappush(self._queue, entry)
+        if len(self._queue) > self._max_waiting:
             self._refuse_last()
         try:
             await turn
         except asyncio.CancelledError:
-            if entry in self._line:
-                self._line.remove(entry)
-                heapq.heapify(self._line)
-            elif turn.cancelled() or turn.exception() is None:  # its turn came at the same time
-                self._next()
+            if entry in self._queue:
+                self._remove(entry)
+            elif not turn.cancelled() and turn.exception() is None:
+                self._next()  # its turn came at the same time
             raise
 
     def _refuse_last(self) -> None:
-        """Removes the last in the line: large work, if smaller work has come later."""
-        last = max(self._line)
-        self._line.remove(last)
-        heapq.heapify(self._line)
-        error = QueueFullError(
-            f"{len(self._line)} requests wait for the same work ({self._name}); try again later"
-        )
-        last[2].set_exception(error)
+        """Removes the last in the queue: large work, if smaller work has come later.
+
+        If a caller has left, its place is removed instead.
+        """
+        last = max(self._queue, key=lambda entry: (entry[2].cancelled(), entry))
+        self._remove(last)
+        if not last[2].cancelled():
+            which = f"for the same work ({self._name})"
+            message = f"{len(self._queue)} requests wait {which}; try again later"
+            last[2].set_exception(QueueFullError(message))
+
+    def _remove(self, entry: tuple[float, int, asyncio.Future[None]]) -> None:
+        self._queue.remove(entry)
+        heapq.heapify(self._queue)
 
     def _next(self) -> None:
-        """Gives a thread that has become free to the first in the line."""
-        if self._line:
-            _, _, turn = heapq.heappop(self._line)
-            turn.set_result(None)
-        else:
-            self._num_running -= 1
+        """Gives a thread that has become free to the first in the queue."""
+        while self._queue:
+            _, _, turn = heapq.heappop(self._queue)
+            # A cancelled task leaves the queue only when the loop resumes it.
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._num_running -= 1

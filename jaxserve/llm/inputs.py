@@ -85,6 +85,17 @@ def as_tools(given: Iterable[Mapping[str, Any]] | None) -> list[Mapping[str, Any
     return tools
 
 
+def as_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the variables for a chat template. Raises InvalidRequestError."""
+    variables = {} if given is None else given
+    if not isinstance(variables, Mapping):
+        raise _error("chat_template_kwargs", "a dict", given)
+    for name in variables:
+        if not isinstance(name, str):
+            raise _error("chat_template_kwargs", "a dict whose keys are strings", name)
+    return dict(variables)
+
+
 def as_params(given: Params, count: int, default: SamplingParams) -> list[SamplingParams]:
     """Returns the parameters of each of ``count`` prompts; ``given`` None: the default.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxserve.client.launcher import xla_flags
 from jaxserve.engine.process import load_factory
 from jaxserve.engine.startup import ProgressLines
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
+from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.launch import FACTORY
@@ -26,6 +26,7 @@ from jaxserve.llm.inputs import (
     as_params,
     as_prompts,
     as_tools,
+    as_variables,
 )
 from jaxserve.llm.outputs import (
     CallFailedError,
@@ -113,7 +114,7 @@ class LLM:
             )
             self._text_engine = TextEngine(engine, served, max_in_flight=sys.maxsize)
         except BaseException:
-            self.close()
+            self._background.close()
             raise
 
     def generate(
@@ -164,17 +165,13 @@ class LLM:
           chat_template_kwargs: more variables for the template.
           use_tqdm: show a progress bar.
         """
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise InvalidRequestError(
-                f"chat_template_kwargs must be a dict, got {type(chat_template_kwargs).__name__}",
-                param="chat_template_kwargs",
-            )
+        variables = as_variables(chat_template_kwargs)
         requests = [
             ChatRequest(
                 messages=conversation,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
-                chat_template_kwargs=dict(chat_template_kwargs or {}),
+                chat_template_kwargs=variables,
             )
             for conversation in as_conversations(messages)
         ]
@@ -212,6 +209,7 @@ class LLM:
     def close(self) -> None:
         """Stops the engine and frees its memory. Calling it again does nothing."""
         self._background.close()
+        self._text_engine.close()
 
     def __enter__(self) -> LLM:
         return self

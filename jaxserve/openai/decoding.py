@@ -46,11 +46,7 @@ def decode(body: bytes | bytearray, body_type: type[T]) -> T:
             reason = "it is empty"
         elif b"\0" in body[:4] or body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             reason = "it is in UTF-16 or UTF-32, but must be in UTF-8"
-        elif "surrogate" in reason or (
-            # The body ends where the decoder expects the other half.
-            "truncated" in reason
-            and _HALF_CHARACTER.search(body, max(len(body) - 2 * _ESCAPE_BYTES, 0))
-        ):
+        elif "surrogate" in reason or ("truncated" in reason and _ends_in_half_character(body)):
             reason = "a string has half of a surrogate pair, such as \\ud83d alone"
         elif "truncated" in reason:
             reason = "it ends too early"

@@ -19,8 +19,8 @@ MAX_PROMPT_SCORES = 2**19
 """The most log probabilities of prompt tokens in a reply."""
 
 MAX_COUNTED_LOGPROBS = 20
-"""`MAX_PROMPT_SCORES` counts at most this many at a position: more are the choice of whoever set
-``--max-logprobs``."""
+"""At most this many log probabilities of a position count for `MAX_PROMPT_SCORES`. Whoever raises
+``--max-logprobs`` accepts larger replies."""
 
 
 def check_ids_in_flight(body: GenerationRequest, num_completions: int) -> None:

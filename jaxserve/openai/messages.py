@@ -20,7 +20,7 @@ MAX_MESSAGES = 10_000
 MAX_ARGUMENT_CHARS = 2**19
 """Longest arguments of an earlier tool call: decoding them takes at most 20 ms."""
 
-THINKING_PARTS = frozenset({"thinking", "reasoning", "redacted_thinking"})
+REASONING_PARTS = frozenset({"thinking", "reasoning", "redacted_thinking"})
 """The types of parts that hold earlier reasoning. Only the assistant may send them."""
 
 _ASSISTANT_PARTS: Mapping[str, str] = {**CHAT_PARTS, "refusal": "refusal"}
@@ -55,7 +55,7 @@ def message_text(message: Mapping[str, Any], path: str) -> str:
     content = message.get("content")
     if message.get("role") != "assistant":
         return content_text(content, f"{path}.content")
-    return content_text(content, f"{path}.content", _ASSISTANT_PARTS, skipped=THINKING_PARTS)
+    return content_text(content, f"{path}.content", _ASSISTANT_PARTS, skipped=REASONING_PARTS)
 
 
 def _clean(message: dict[str, Any], path: str, template: str) -> dict[str, Any]:
@@ -82,11 +82,11 @@ def _reasoning(message: Mapping[str, Any]) -> str:
     """Returns the text of the parts of a message that hold earlier reasoning."""
     content = message.get("content")
     parts = content if isinstance(content, list) and message["role"] == "assistant" else []
-    texts = [_thought(part) for part in parts if part.get("type") in THINKING_PARTS]
+    texts = [_part_reasoning(part) for part in parts if part.get("type") in REASONING_PARTS]
     return "\n".join(text for text in texts if text)
 
 
-def _thought(part: Mapping[str, Any]) -> str:
+def _part_reasoning(part: Mapping[str, Any]) -> str:
     """Returns the text of a part with reasoning: a string, or a list of pieces; "" if encrypted."""
     value = next((part[name] for name in _TEXT_NAMES if part.get(name)), "")
     pieces = value if isinstance(value, list) else [value]
@@ -115,7 +115,8 @@ def _arguments(value: Any, param: str) -> dict[str, Any]:
         _check_length(value, param)
         try:
             value = msgspec.json.decode(value) if value.strip() else None
-        except (msgspec.DecodeError, RecursionError) as error:
+        # UnicodeEncodeError: lone surrogates, which a string of a Python program can have.
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
             raise InvalidRequestError(
                 f"{param} must be the text of a JSON object: {error}", param=param
             ) from error

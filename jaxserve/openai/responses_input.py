@@ -142,7 +142,8 @@ class _Chat:
         self._reasoning = ""
 
     def add(self, item: Any, path: str) -> None:
-        kind = item.get("type", "message") if isinstance(item, dict) else None
+        given = item.get("type", "message") if isinstance(item, dict) else item
+        kind = given if isinstance(given, str) and isinstance(item, dict) else None
         if kind == "message":
             self._add_message(item, path)
         elif kind == "reasoning":
@@ -159,10 +160,10 @@ class _Chat:
             if kind not in _TEXT_OUTPUTS:
                 output = _as_text(output)
             self._add_output(string_field(item, "call_id", path), output, path)
-        elif not isinstance(kind, str) or "content" in item:
+        elif kind is None or "content" in item:
             raise InvalidRequestError(
                 f"{path}: items must have type 'message', 'reasoning', 'function_call' or "
-                f"'function_call_output', got {item if kind is None else kind!r:.50}",
+                f"'function_call_output', got {given!r:.50}",
                 param=path,
             )
         # Items of other types belong to services that are not here, such as web_search_call.

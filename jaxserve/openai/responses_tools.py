@@ -58,12 +58,18 @@ def function_tools(request: ResponsesRequest) -> list[FunctionTool]:
     Other tools, such as web_search, need a separate service and are left out. An item may add a
     function again; its last definition counts.
     """
-    tools = _functions(request.tools)
-    added: dict[Any, FunctionTool] = {}
+    added: list[FunctionTool] = []
     for item in request.input if isinstance(request.input, list) else ():
         if isinstance(item, dict) and item.get("type") in ADDING_ITEMS:
-            added |= {tool.shown_name: tool for tool in _functions(item.get("tools"))}
-    return [tool for tool in tools if tool.shown_name not in added] + list(added.values())
+            added += _functions(item.get("tools"))
+    last = {_name_or(i, tool): tool for i, tool in enumerate(added)}
+    tools = [tool for tool in _functions(request.tools) if _name_or(None, tool) not in last]
+    return [*tools, *last.values()]
+
+
+def _name_or(other: int | None, tool: FunctionTool) -> str | int | None:
+    """Returns the name that the model sees, or ``other`` for one that `read_tools` refuses."""
+    return tool.shown_name if isinstance(tool.shown_name, str) else other
 
 
 def _functions(tools: Any, namespace: str | None = None) -> list[FunctionTool]:

@@ -120,7 +120,7 @@ class TooMuchWorkError(InvalidRequestError):
 class GrammarWorker:
     """Runs `check_grammar` with limits on its time and memory.
 
-    The first check starts the process; it ends with this object.
+    The first check starts the process, which ends with `close` or with this object.
 
     Args:
       tokenizer: the tokenizer of the model.
@@ -135,6 +135,7 @@ class GrammarWorker:
         self._vocab_size = vocab_size
         self._time_s = time_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
         self._stop: Callable[[], object] = lambda: None
 
     def check(self, grammar: Grammar) -> None:
@@ -145,7 +146,7 @@ class GrammarWorker:
         Raises:
           TooMuchWorkError: the check took too much time or memory.
           InvalidRequestError: the grammar cannot be followed.
-          RuntimeError: the process cannot be started.
+          RuntimeError: the process cannot be started, or the worker is closed.
         """
         verdict = _ask(self._running(), Check(grammar, self._time_s))
         if verdict is None:
@@ -157,13 +158,19 @@ class GrammarWorker:
         if verdict.error is not None:
             raise InvalidRequestError(verdict.error)
 
+    def close(self) -> None:
+        """Ends the process, and with it a check that runs in another thread."""
+        self._is_closed = True
+        self._stop()
+
     def _running(self) -> subprocess.Popen[bytes]:
         """Returns the process, after starting it if it does not run. Raises RuntimeError."""
         if self._process is None or self._process.poll() is not None:
             self._stop()
             self._process = _start()
             self._stop = weakref.finalize(self, _end, self._process, os.getpid())
-            if _ask(self._process, self._first_message) is None:
+            # Checked after the start, so that `close` in another thread misses no process.
+            if self._is_closed or _ask(self._process, self._first_message) is None:
                 self._stop()
                 raise RuntimeError("the process that checks grammars could not be started")
         return self._process

@@ -67,7 +67,7 @@ def describe() -> dict[str, Any]:
 
 
 def _variants(kind: Any) -> tuple[Any, ...]:
-    """Returns the members of a union, of which msgspec describes only tagged ones; or the type."""
+    """Returns the members of a union, or the type itself. msgspec describes only tagged unions."""
     return get_args(kind) if isinstance(kind, UnionType) else (kind,)
 
 

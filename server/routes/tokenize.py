@@ -99,8 +99,8 @@ async def _text(text_engine: TextEngine, body: DetokenizeRequest) -> bytes:
         )
 
     def work(caller: Caller) -> bytes:
-        # The logits can be wider than the tokenizer, so completions can have IDs that it lacks. It
-        # can also be wider than the logits, and /tokenize returns such IDs.
+        # Completions can have IDs that the tokenizer lacks, if the logits are wider. /tokenize can
+        # return IDs that the logits lack, if the tokenizer is larger.
         size = max(model.vocab_size, model.tokenizer.vocab_size)
         check_ids(ids, size, param="tokens")
         caller.check()

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError, QueueFullError
 from jaxserve.front import grammar_checks
-from jaxserve.front.grammar_checks import LONG_LINE_SHARE, NUM_KEPT, GrammarChecks
+from jaxserve.front.grammar_checks import LONG_QUEUE_SHARE, NUM_KEPT, GrammarChecks
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output import worker as grammar_worker
 from jaxserve.structured_output.worker import TooMuchWorkError
@@ -56,7 +56,7 @@ def workers(monkeypatch):
 
 @pytest.fixture
 def checks(workers):
-    return GrammarChecks(TOKENIZER, VOCAB, max_in_flight=8 * LONG_LINE_SHARE)
+    return GrammarChecks(TOKENIZER, VOCAB, max_in_flight=8 * LONG_QUEUE_SHARE)
 
 
 MAX_WAITING_LONG = 8
@@ -78,6 +78,56 @@ async def test_each_grammar_is_checked_once(checks, workers) -> None:
         assert await refusal(checks, "bad long") == "it is bad"
     assert sorted(quick.checked) == ["a", "bad", "bad long", "long"]
     assert sorted(long.checked) == ["bad long", "long"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [("a", None), ("bad", "it is bad"), ("long", None), ("bad long", "it is bad")],
+)
+async def test_requests_with_one_grammar_wait_for_one_check(checks, workers, spec, message) -> None:
+    """They take one place in a queue, however many they are."""
+    quick, long = workers
+    long.go.set()
+    same = [Grammar("regex", spec)] * 20 * MAX_WAITING_LONG
+    results = await asyncio.gather(*map(checks.check, same), return_exceptions=True)
+    assert [getattr(result, "message", result) for result in results] == [message] * len(same)
+    assert len({id(result) for result in results if result}) == (len(same) if message else 0)
+    assert quick.checked == [spec]
+    assert long.checked == [spec] * ("long" in spec)
+
+
+async def test_a_check_goes_on_until_its_last_request_leaves(checks, workers) -> None:
+    quick = workers[0]
+    held = [asyncio.create_task(checks.check(Grammar("regex", "held"))) for _ in range(3)]
+    await until(lambda: quick.checked)
+    same = [asyncio.create_task(checks.check(Grammar("regex", "a"))) for _ in range(3)]
+    other = [asyncio.create_task(checks.check(Grammar("regex", "b"))) for _ in range(2)]
+    await until(lambda: checks._quick.num_waiting == 2)
+    for task in (held[0], same[0], *other):
+        task.cancel()
+    await until(lambda: checks._quick.num_waiting == 1)
+    again = asyncio.create_task(checks.check(Grammar("regex", "b")))
+    await until(lambda: checks._quick.num_waiting == 2)
+    quick.go.set()
+    await asyncio.gather(*held[1:], *same[1:], again)
+    assert all(task.cancelled() for task in (held[0], same[0], *other))
+    assert quick.checked == ["held", "a", "b"]
+    assert not checks._in_flight
+
+
+async def test_the_error_of_a_full_queue_reaches_every_request(checks, workers) -> None:
+    quick, long = workers
+    tasks = []
+    for i in range(MAX_WAITING_LONG + 1):
+        tasks.append(asyncio.create_task(checks.check(Grammar("regex", f"long held {i}"))))
+    await until(lambda: checks._long.num_waiting == MAX_WAITING_LONG)
+    same = [Grammar("regex", "long " + "x" * 1000)] * 3
+    results = await asyncio.gather(*map(checks.check, same), return_exceptions=True)
+    assert [type(result) for result in results] == [QueueFullError] * 3
+    long.go.set()
+    await asyncio.gather(*tasks)
+    await checks.check(same[0])  # nothing is remembered
+    assert quick.checked.count(same[0].spec) == 1, "except that it is not quick"
 
 
 async def test_the_grammars_used_last_are_remembered(checks, workers) -> None:

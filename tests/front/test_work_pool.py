@@ -1,4 +1,4 @@
-"""Work runs in few threads, waits in a short line, and is given up when its caller leaves."""
+"""Work runs in few threads, waits in a short queue, and is given up when its caller leaves."""
 
 import asyncio
 import threading
@@ -63,7 +63,7 @@ async def test_small_work_overtakes_large_work_that_has_not_waited_long(monkeypa
     assert held.begun == ["first", "small", "also small", "large", "larger"]
 
 
-async def test_a_full_line_refuses_its_last(monkeypatch) -> None:
+async def test_a_full_queue_refuses_its_last(monkeypatch) -> None:
     """So large work, however much of it waits, never keeps small work out."""
     monkeypatch.setattr(work_pool, "SIZE_PER_S", 1e-3)
     pool, held = WorkPool("test", max_waiting=2), Held()
@@ -146,6 +146,33 @@ async def test_a_turn_that_comes_while_its_caller_leaves_goes_to_the_next() -> N
     tasks[1].cancel()
     await asyncio.gather(tasks[1], return_exceptions=True)
     assert await asyncio.gather(tasks[0], tasks[2]) == ["0", "2"]
+
+
+async def test_a_turn_of_a_caller_that_has_just_left_goes_to_the_next() -> None:
+    """A thread becomes free after the caller was cancelled and before the loop has resumed it."""
+    pool, held = WorkPool("test", max_waiting=3), Held()
+    tasks = [asyncio.create_task(pool.run(held.work(str(i)))) for i in range(4)]
+    await until(lambda: pool.num_waiting == 3)
+    held.go.set()
+    pool._executor.submit(int).result(60)  # the first work has ended, and the loop does not know
+    tasks[1].cancel()
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(results.pop(1), asyncio.CancelledError)
+    assert results == ["0", "2", "3"]
+    assert await pool.run(lambda _: "free again") == "free again"
+
+
+async def test_a_caller_that_has_just_left_makes_room_in_a_full_queue() -> None:
+    pool, held = WorkPool("test", max_waiting=1), Held()
+    first, second = [asyncio.create_task(pool.run(held.work(name))) for name in ("1", "2")]
+    await until(lambda: pool.num_waiting == 1)
+    third = asyncio.create_task(pool.run(held.work("3")))
+    second.cancel()
+    await asyncio.sleep(0)
+    held.go.set()
+    assert await asyncio.gather(first, third) == ["1", "3"]
+    assert second.cancelled()
 
 
 def test_a_loop_that_has_closed_is_no_error() -> None:

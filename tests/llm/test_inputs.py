@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.llm.inputs import as_conversations, as_params, as_prompts, as_tools
+from jaxserve.llm.inputs import as_conversations, as_params, as_prompts, as_tools, as_variables
 from jaxserve.sampling_params import SamplingParams
 
 PROMPTS = [
@@ -106,6 +106,15 @@ def test_tools_are_dicts() -> None:
     for bad in ("clock", {"type": "function"}, [str], 5):
         with pytest.raises(InvalidRequestError, match="tools must be a list of dicts"):
             as_tools(bad)  # type: ignore[arg-type]
+
+
+def test_variables_are_a_dict_with_names() -> None:
+    assert as_variables(None) == {}
+    assert as_variables({"mood": 1}) == {"mood": 1}
+    for bad, got in ((["mood"], "a dict, got list"), ({1: 2}, "keys are strings, got int")):
+        with pytest.raises(InvalidRequestError, match=got) as caught:
+            as_variables(bad)  # type: ignore[arg-type]
+        assert caught.value.param == "chat_template_kwargs"
 
 
 DEFAULT = SamplingParams(temperature=0.5)

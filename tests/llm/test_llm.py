@@ -25,6 +25,7 @@ from jaxserve.llm.settings import ask_for_memory, engine_config
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_model import FakeModel, expected_tokens
+from jaxserve.testing.waiting import wait_until
 from jaxserve.text.template_files import ChatTemplates
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -151,6 +152,15 @@ def test_chat_shows_tools_and_variables_to_the_template(llm: LLM, monkeypatch) -
     options = {"tools": [{"name": "clock"}], "chat_template_kwargs": {"mood": "calm"}}
     (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False, **options)
     assert output.prompt == "clock calm hi"
+
+
+@pytest.mark.parametrize("place", ["content", "arguments"])
+def test_chat_refuses_messages_that_are_not_unicode(llm: LLM, place) -> None:
+    fields = {"content": "x", "arguments": "{}", place: '{"a": "\ud83d"}'}
+    call = {"function": {"name": "f", "arguments": fields["arguments"]}}
+    message = {"role": "assistant", "content": fields["content"], "tool_calls": [call]}
+    with pytest.raises(InvalidRequestError, match="surrogates"):
+        llm.chat([message], GREEDY, use_tqdm=False)
 
 
 def test_returns_prompt_logprobs_by_token_id(llm: LLM) -> None:
@@ -320,6 +330,20 @@ def test_threads_share_the_engine(llm: LLM) -> None:
     for thread in threads:
         thread.join()
     assert results == {i: expected(llm, [i, i]) for i in range(8)}
+
+
+def test_a_closed_llm_leaves_no_thread_and_no_process(front_checkpoint: Path) -> None:
+    before = set(threading.enumerate())
+    llm = make(front_checkpoint)
+    params = SamplingParams(max_tokens=3, grammar=Grammar("regex", "[a-z]+"))
+    assert generate(llm, ["hello " * 300], params)[0].finished
+    process = llm._text_engine.grammars._quick_worker._process
+    assert process is not None
+    assert process.poll() is None
+    llm.close()
+    assert process.poll() is not None
+    # tqdm has one thread for all bars of the process.
+    wait_until(lambda: {t.name for t in set(threading.enumerate()) - before} <= {"tqdm_monitor"})
 
 
 def test_a_closed_llm_rejects_calls(front_checkpoint: Path) -> None:

@@ -22,6 +22,7 @@ HUGE = 10**4299
 LONG = "wide load " * 100_000
 TOOL = {"type": "function", "name": "f", "parameters": {}}
 
+HELLO = {"role": "user", "content": "hello"}
 CASES: list[tuple[Any, dict[str, Any], str, str]] = [
     (COMPLETION, {"seed": 2**64}, "seed", r"between -9223372036854775808 and 9223372036854775807"),
     (COMPLETION, {"temperature": -1}, "temperature", "at least 0, got -1"),
@@ -106,9 +107,21 @@ CASES: list[tuple[Any, dict[str, Any], str, str]] = [
     ),
     (RESPONSE, {"reasoning": {"effort": "x"}}, "reasoning.effort", "expected one of .*'low'"),
     (RESPONSE, {"input": [5]}, "input[0]", "items must have type .*, got 5"),
+    (RESPONSE, {"input": [{"type": {}}]}, "input[0]", "items must have type .*, got {}"),
+    (RESPONSE, {"input": [{"type": ["message"]}]}, "input[0]", r"items .*, got \['message'\]"),
     (RESPONSE, {"input": [{"role": 5}]}, "input[0].role", "must be a string, got int"),
     (RESPONSE, {"input": LONG}, "input", "the prompt has 10000.. characters"),
     (RESPONSE, {"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", r"tools\[0\]\.name must be"),
+    *(
+        (RESPONSE, {"tools": [{**TOOL, "name": name}]}, "tools[0].name", "Expected str, got")
+        for name in ({}, ["f"], 5)
+    ),
+    (
+        RESPONSE,
+        {"tools": [TOOL], "input": [HELLO, {"type": "additional_tools", "tools": [{"name": {}}]}]},
+        "tools[1].name",
+        "Expected str, got object",
+    ),
     (RESPONSE, {"tools": [TOOL], "tool_choice": 5}, "tool_choice", "'function', 'name': .*, got 5"),
 ]
 

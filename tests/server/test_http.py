@@ -226,6 +226,9 @@ async def test_the_unread_rest_of_a_request_has_a_time_limit(closes, monkeypatch
         writer.close()
 
 
+TO_UPGRADE = b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
+
+
 @pytest.mark.parametrize(
     "begin",
     [
@@ -233,6 +236,7 @@ async def test_the_unread_rest_of_a_request_has_a_time_limit(closes, monkeypatch
         *(b"GET / HTTP/1.1\r\nhost: x\r\na b: c\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
         *(b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n"),
         CHUNKED + b"zz\r\n",
+        *(b"GET http://a:99999/ HTTP/1.1\r\nhost: a\r\n" + more for more in (b"\r\n", TO_UPGRADE)),
     ],
 )
 async def test_invalid_http_gets_a_standard_error(begin, caplog) -> None:

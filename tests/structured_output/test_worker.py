@@ -109,7 +109,7 @@ def resident(process):
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * PAGE
 
 
-def test_ending_the_worker_ends_a_running_check():
+def test_closing_the_worker_ends_a_running_check_and_starts_no_process():
     worker = GrammarWorker(TOKENIZER, VOCAB, time_s=60)
     worker.check(Grammar("regex", "a"))
     process = worker._process
@@ -124,10 +124,14 @@ def test_ending_the_worker_ends_a_running_check():
     thread.start()
     wait_until(lambda: task.read_text().split())
     (child,) = task.read_text().split()
-    worker._stop()
+    worker.close()
     thread.join(60)
     assert not thread.is_alive()
     wait_until(lambda: not is_alive(child))
+    with pytest.raises(RuntimeError):
+        worker.check(Grammar("regex", "a"))
+    assert worker._process.poll() is not None
+    worker.close()
 
 
 def is_alive(pid):

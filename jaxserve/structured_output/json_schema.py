@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -28,6 +28,14 @@ MAX_VISITS = 100_000
 """Maximum number of parts of a schema that are looked at, with repetitions, to find those that no
 finite value matches. Schemas that need more are served as they are."""
 
+MAX_PATTERN_WORK = 1000
+"""Maximum work on the patterns of property names of a schema: `WORK_PER_PATTERN` for each, and 1
+for each name that it is compared with. The patterns of objects that need more stay where they are.
+"""
+
+WORK_PER_PATTERN = 20
+"""Compiling a pattern takes as long as comparing it with this many names, or longer."""
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLES = ("items", "additionalItems", "additionalProperties")
@@ -43,10 +51,10 @@ def prepared(schema: dict[str, Any]) -> Any:
     Raises:
       RecursionError: it is nested too deeply.
     """
-    return _rewrite(schema, _Finite(schema))
+    return _rewrite(schema, _Finite(schema), _Patterns())
 
 
-def _rewrite(schema: Any, finite: _Finite) -> Any:
+def _rewrite(schema: Any, finite: _Finite, patterns: _Patterns) -> Any:
     if not isinstance(schema, dict):
         return schema
     if not finite.matches(schema):
@@ -54,20 +62,20 @@ def _rewrite(schema: Any, finite: _Finite) -> Any:
     new = dict(schema)
     for key in _MAPS:
         if isinstance(new.get(key), dict):
-            new[key] = {name: _rewrite(part, finite) for name, part in new[key].items()}
+            new[key] = {name: _rewrite(part, finite, patterns) for name, part in new[key].items()}
     for key in _LISTS:
         if isinstance(new.get(key), list):
-            new[key] = [_rewrite(part, finite) for part in new[key]]
+            new[key] = [_rewrite(part, finite, patterns) for part in new[key]]
     for key in _SINGLES:
         if isinstance(new.get(key), dict):
-            new[key] = _rewrite(new[key], finite)
+            new[key] = _rewrite(new[key], finite, patterns)
     kinds = finite.kinds(schema)
     if kinds < _kinds(schema):
         new["type"] = sorted(kinds)
     form = new.get("format")
     if isinstance(form, str) and form not in FORMATS:
         del new["format"]
-    return _without_idle_patterns(new)
+    return patterns.without_idle(new)
 
 
 class _Finite:
@@ -179,57 +187,79 @@ def _items(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _without_idle_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Moves each pattern of ``patternProperties`` that matches no other name to ``properties``."""
-    properties, patterns = schema.get("properties"), schema.get("patternProperties")
-    if not isinstance(properties, dict) or not isinstance(patterns, dict):
-        return schema
-    if not properties or schema.get("additionalProperties") is not False:
-        return schema
-    idle = [pattern for pattern in patterns if _matches_only(tuple(properties), pattern)]
-    if not idle:
-        return schema
-    moved = {}
-    for name, part in properties.items():
-        more = [patterns[pattern] for pattern in idle if _fits(name, pattern)]
-        moved[name] = {"allOf": [part, *more]} if more else part
-    rest = {pattern: part for pattern, part in patterns.items() if pattern not in idle}
-    new = {**schema, "properties": moved, "patternProperties": rest}
-    if not rest:
-        del new["patternProperties"]
-    return new
+class _Patterns:
+    """Moves the patterns of property names that match no other name than the known ones.
+
+    llguidance compiles each pattern, so the work for all of a schema is limited.
+    """
+
+    def __init__(self) -> None:
+        self._work_left = MAX_PATTERN_WORK
+
+    def without_idle(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Returns a schema whose ``properties`` have the parts of such patterns."""
+        properties, patterns = schema.get("properties"), schema.get("patternProperties")
+        if not isinstance(properties, dict) or not isinstance(patterns, dict):
+            return schema
+        if not properties or schema.get("additionalProperties") is not False:
+            return schema
+        work = len(patterns) * (WORK_PER_PATTERN + len(properties))
+        if work > self._work_left:
+            return schema
+        self._work_left -= work
+        fitting = {pattern: _fitting(properties, pattern) for pattern in patterns}
+        # Any name will do for a pattern that fits none.
+        idle = [p for p in patterns if _matches_only(fitting[p] or list(properties)[:1], p)]
+        if not idle:
+            return schema
+        more: dict[str, list[Any]] = {}
+        for pattern in idle:
+            for name in fitting[pattern]:
+                more.setdefault(name, []).append(patterns[pattern])
+        moved = {
+            n: {"allOf": [part, *more[n]]} if n in more else part for n, part in properties.items()
+        }
+        rest = {pattern: part for pattern, part in patterns.items() if pattern not in idle}
+        new = {**schema, "properties": moved, "patternProperties": rest}
+        if not rest:
+            del new["patternProperties"]
+        return new
 
 
-def _matches_only(names: tuple[str, ...], pattern: str) -> bool:
+def _fitting(names: Iterable[str], pattern: str) -> list[str]:
+    """Returns the names that match the pattern of a schema."""
+    matcher = _matcher({"type": "string", "pattern": pattern})
+    texts = {name: list(_quoted(name).encode()) for name in names}
+    return [name for name, text in texts.items() if matcher.validate_tokens(text) == len(text)]
+
+
+def _matches_only(names: list[str], pattern: str) -> bool:
     """Returns whether a pattern matches no other names than these."""
-    schema = {
-        "type": "object",
-        "properties": dict.fromkeys(names, {"const": 1}),
-        "patternProperties": {pattern: {"const": 1}},
-        "required": names,
-        "additionalProperties": False,
-    }
+    matcher = _matcher(
+        {
+            "type": "object",
+            "properties": dict.fromkeys(names, {"const": 1}),
+            "patternProperties": {pattern: {"const": 1}},
+            "required": names,
+            "additionalProperties": False,
+        }
+    )
     # llguidance allows the comma in any case, and then a name that is not one of these.
-    text = "".join(f"{json.dumps(name, ensure_ascii=False)}:1," for name in names)
-    return _allowed_after(schema, "{" + text) == 0
-
-
-def _fits(name: str, pattern: str) -> bool:
-    """Returns whether a name matches the pattern of a schema."""
-    text = json.dumps(name, ensure_ascii=False)
-    return _allowed_after({"type": "string", "pattern": pattern}, text) is not None
-
-
-def _allowed_after(schema: dict[str, Any], text: str) -> int | None:
-    """Returns how many bytes may follow a text; None if the text itself is not allowed."""
-    tokenizer = _bytes_tokenizer()
-    source = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-    matcher = LLMatcher(tokenizer, source, log_level=0)
+    text = "{" + "".join(f"{_quoted(name)}:1," for name in names)
     if not matcher.consume_tokens(list(text.encode())):
-        return None
-    mask = np.zeros((1, -(-tokenizer.vocab_size // 32)), np.int32)
+        return False
+    mask = np.zeros((1, -(-_bytes_tokenizer().vocab_size // 32)), np.int32)
     fill_next_token_bitmask(matcher, mask)
-    return 0 if matcher.is_error() else int(np.bitwise_count(mask.view(np.uint32)).sum())
+    return matcher.get_error().startswith("NoExtensionBias")  # nothing can follow
+
+
+def _matcher(schema: dict[str, Any]) -> LLMatcher:
+    source = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+    return LLMatcher(_bytes_tokenizer(), source, log_level=0)
+
+
+def _quoted(name: str) -> str:
+    return json.dumps(name, ensure_ascii=False)
 
 
 @functools.cache

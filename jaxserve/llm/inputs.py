@@ -48,7 +48,7 @@ def _as_prompt(given: Any, place: str) -> str | list[int]:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise _error(place, "text without halves of surrogate pairs", f"{error}") from error
+            raise _error(place, "text without lone surrogates", f"{error}") from error
         return prompt
     ids = _as_list(prompt)
     if ids is None or not all(map(_is_int, ids)):
@@ -83,6 +83,14 @@ def as_tools(given: Iterable[Mapping[str, Any]] | None) -> list[Mapping[str, Any
     if tools is None or not all(isinstance(tool, Mapping) for tool in tools):
         raise _error("tools", "a list of dicts", given)
     return tools
+
+
+def as_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the variables of a chat template. Raises InvalidRequestError."""
+    variables = {} if given is None else given
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise _error("chat_template_kwargs", "a dict whose keys are strings", given)
+    return dict(variables)
 
 
 def as_params(given: Params, count: int, default: SamplingParams) -> list[SamplingParams]:

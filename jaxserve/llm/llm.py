@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxserve.client.launcher import xla_flags
 from jaxserve.engine.process import load_factory
 from jaxserve.engine.startup import ProgressLines
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
+from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.launch import FACTORY
@@ -26,12 +26,9 @@ from jaxserve.llm.inputs import (
     as_params,
     as_prompts,
     as_tools,
+    as_variables,
 )
-from jaxserve.llm.outputs import (
-    CallFailedError,
-    EmbeddingRequestOutput,
-    LLMOutput,
-)
+from jaxserve.llm.outputs import CallFailedError, EmbeddingRequestOutput, LLMOutput
 from jaxserve.llm.run import Encoded, answer_prompts
 from jaxserve.llm.settings import ask_for_memory, engine_config
 from jaxserve.openai.prompts import render_prompt
@@ -164,17 +161,13 @@ class LLM:
           chat_template_kwargs: more variables for the template.
           use_tqdm: show a progress bar.
         """
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise InvalidRequestError(
-                f"chat_template_kwargs must be a dict, got {type(chat_template_kwargs).__name__}",
-                param="chat_template_kwargs",
-            )
+        variables = as_variables(chat_template_kwargs)
         requests = [
             ChatRequest(
                 messages=conversation,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
-                chat_template_kwargs=dict(chat_template_kwargs or {}),
+                chat_template_kwargs=variables,
             )
             for conversation in as_conversations(messages)
         ]

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.llm.inputs import as_conversations, as_params, as_prompts, as_tools
+from jaxserve.llm.inputs import (
+    as_conversations,
+    as_params,
+    as_prompts,
+    as_tools,
+    as_variables,
+)
 from jaxserve.sampling_params import SamplingParams
 
 PROMPTS = [
@@ -54,7 +60,7 @@ BAD_PROMPTS = [
     (np.array(5), "prompts must be a prompt or a list of prompts, got ndarray"),
     (["a", None], r"prompts\[1\] must be a string, .* got NoneType"),
     ([[True]], r"prompts\[0\] must be a string"),
-    ("\ud83d", "text without halves of surrogate pairs"),
+    ("\ud83d", "text without lone surrogates"),
 ]
 
 
@@ -106,6 +112,15 @@ def test_tools_are_dicts() -> None:
     for bad in ("clock", {"type": "function"}, [str], 5):
         with pytest.raises(InvalidRequestError, match="tools must be a list of dicts"):
             as_tools(bad)  # type: ignore[arg-type]
+
+
+def test_variables_of_a_template_have_names() -> None:
+    assert as_variables(None) == {}
+    assert as_variables({"mood": [1]}) == {"mood": [1]}
+    for bad in ("mood", [("mood", 1)], 5, {1: 2}):
+        with pytest.raises(InvalidRequestError, match="a dict whose keys are strings") as caught:
+            as_variables(bad)  # type: ignore[arg-type]
+        assert caught.value.param == "chat_template_kwargs"
 
 
 DEFAULT = SamplingParams(temperature=0.5)

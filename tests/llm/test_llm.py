@@ -198,7 +198,7 @@ def test_embed_returns_a_vector_for_each_prompt(llm: LLM) -> None:
 
 
 def failing_engine(config, engine, on_progress):
-    """An engine that refuses prompts that begin with token 9, and the rest with a reason."""
+    """An engine that refuses requests with the seed 9, and says why."""
 
     def check(params: SamplingParams) -> None:
         if params.seed == 9:
@@ -328,12 +328,6 @@ def test_a_closed_llm_rejects_calls(front_checkpoint: Path) -> None:
     llm.close()
     with pytest.raises(EngineDeadError, match="closed"):
         generate(llm, [[1]])
-
-
-def all_ended(threads: set[threading.Thread]) -> bool:
-    for thread in threads:
-        thread.join(timeout=20)
-    return not any(thread.is_alive() for thread in threads)
 
 
 def test_engine_config_assigns_settings_to_groups() -> None:

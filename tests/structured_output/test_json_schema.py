@@ -265,6 +265,36 @@ def test_the_work_on_patterns_is_bounded(monkeypatch, num_names, num_patterns):
     assert is_moved == (num_patterns * (WORK_PER_PATTERN + num_names) <= MAX_PATTERN_WORK)
 
 
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize(("least", "most"), [(0, 1), (1, None), (2, 3), (3, 3)])
+@pytest.mark.parametrize("required", [[], ["a"]])
+def test_the_number_of_properties_is_enforced(vocabulary, least, most, required, closed):
+    """llguidance can count names only if all of the known ones are required."""
+    limits = {"minProperties": least} | ({} if most is None else {"maxProperties": most})
+    rest = {"additionalProperties": False, "patternProperties": {"": {}}} if closed else {}
+    schema = {
+        "type": "object",
+        "properties": dict.fromkeys(required, INTEGER),
+        "required": required,
+        **limits,
+        **rest,
+    }
+    for count in range(len(required), 6):
+        text = json.dumps(dict.fromkeys("abcdef"[:count], 1))
+        matcher = make_matcher(Grammar("json_schema", json.dumps(schema)), vocabulary)
+        is_taken = matcher.consume_tokens(tokens_of(vocabulary, text)) and matcher.is_accepting()
+        assert is_taken == (least <= count and (most is None or count <= most)), text
+    optional = {**schema, "properties": {"a": INTEGER}, "required": []}
+    with pytest.raises(InvalidRequestError, match="when all keys .* are required"):
+        check_grammar(
+            Grammar("json_schema", json.dumps(optional | {"minProperties": 1})), vocabulary
+        )
+
+
+def tokens_of(vocabulary: Vocabulary, text: str) -> list[int]:
+    return [vocabulary.tokens.index(bytes([byte])) for byte in text.encode()]
+
+
 def test_the_search_is_bounded():
     count = 5000
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -40,6 +41,11 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLES = ("items", "additionalItems", "additionalProperties")
 _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
+_KINDS: Mapping[type, frozenset[str]] = {
+    **{bool: frozenset({"boolean"}), int: frozenset({"integer", "number"})},
+    **{str: frozenset({"string"}), type(None): frozenset({"null"})},
+    **{list: frozenset({"array"}), dict: frozenset({"object"})},
+}
 
 
 def prepared(schema: dict[str, Any]) -> Any:
@@ -90,10 +96,9 @@ class _Finite:
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
         self._visits_left = MAX_VISITS
         self._matched: dict[str, bool] = dict.fromkeys(_references(root), False)
-        targets = {reference: self._target(reference) for reference in self._matched}
+        targets = {reference: target_of(reference, root) for reference in self._matched}
         changed = bool(targets)
         while changed and self._visits_left > 0:
             changed = False
@@ -121,7 +126,9 @@ class _Finite:
         """Returns the types that a part of the root allows and that have finite values."""
         kinds = _kinds(schema)
         if "enum" in schema or "const" in schema:
-            return kinds
+            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            is_matched = not isinstance(values, list) or any(_kinds_of(v) & kinds for v in values)
+            return kinds if is_matched else frozenset()
         if "object" in kinds and not self._matches_object(schema):
             kinds -= {"object"}
         if "array" in kinds and not self._matches_array(schema):
@@ -146,23 +153,27 @@ class _Finite:
             least <= len(first) or self.matches(rest)
         )
 
-    def _target(self, reference: str) -> Any:
-        """Returns the part that a reference points to; True if it is not in the root."""
-        pointer = reference.removeprefix("#")
-        part: Any = self._root
-        if not reference.startswith("#") or (pointer and not pointer.startswith("/")):
-            return True
-        for name in pointer.split("/")[1:]:
-            name = unquote(name).replace("~1", "/").replace("~0", "~")
-            if isinstance(part, list) and name.isdecimal() and int(name) < len(part):
-                part = part[int(name)]
-            elif isinstance(part, dict) and name in part:
-                part = part[name]
-            else:
-                return True
-            if isinstance(part, dict) and "$id" in part:
-                return True  # references in it start from there
-        return part
+
+def target_of(reference: str, root: Mapping[str, Any]) -> Any:
+    """Returns the part that a reference, such as #/$defs/name, points to; None if there is none.
+
+    That is so too for a part below another ``$id``, whose own references do not start at the root.
+    """
+    pointer = reference.removeprefix("#")
+    part: Any = root
+    if not reference.startswith("#") or (pointer and not pointer.startswith("/")):
+        return None
+    for name in pointer.split("/")[1:]:
+        name = unquote(name).replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list) and re.fullmatch(r"\d{1,9}", name) and int(name) < len(part):
+            part = part[int(name)]
+        elif isinstance(part, Mapping) and name in part:
+            part = part[name]
+        else:
+            return None
+        if isinstance(part, Mapping) and "$id" in part:
+            return None
+    return part
 
 
 def _references(schema: Any) -> Iterator[str]:
@@ -181,6 +192,13 @@ def _kinds(schema: Mapping[str, Any]) -> frozenset[str]:
         return frozenset({given})
     names = frozenset(name for name in _items(given) if isinstance(name, str))
     return names or _SCALARS | {"object", "array"}
+
+
+def _kinds_of(value: Any) -> frozenset[str]:
+    """Returns the types that a value has."""
+    if isinstance(value, float):
+        return frozenset({"number", "integer"} if value.is_integer() else {"number"})
+    return _KINDS.get(type(value), frozenset())
 
 
 def _items(value: Any) -> list[Any]:

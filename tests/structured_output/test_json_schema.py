@@ -174,6 +174,26 @@ def test_references_are_json_pointers(pointer):
     assert prepared({"$ref": pointer, "$defs": definitions}) is False
 
 
+@pytest.mark.parametrize(
+    ("schema", "is_matched"),
+    [
+        ({"type": "string", "enum": [1, None]}, False),
+        ({"type": "string", "enum": [1, "x"]}, True),
+        ({"type": "integer", "enum": [True, 1.5]}, False),
+        ({"type": "integer", "enum": [2.0]}, True),
+        ({"type": ["number", "null"], "const": 1}, True),
+        ({"type": "object", "const": []}, False),
+        ({"enum": []}, False),
+        ({"const": None}, True),
+        ({"type": "string", "enum": "malformed"}, True),
+    ],
+)
+def test_values_of_other_types_are_no_values(schema, is_matched):
+    assert prepared(schema) == (schema if is_matched else False)
+    root = {"type": "object", "properties": {"a": schema, "b": INTEGER}, "required": ["b"]}
+    assert prepared(root)["properties"]["a"] == (schema if is_matched else False)
+
+
 def test_references_below_another_id_are_left_alone():
     inner = {"$id": "x", "type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
     root = {"type": "object", "properties": {"y": inner}}

@@ -203,7 +203,7 @@ class SamplingConfig:
 
 
 MAX_DEVICES = 1024
-"""More are no machine of today, and on a CPU each simulated device costs threads."""
+"""No machine of today has more, and on a CPU each simulated device costs threads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,13 @@ def test_converts_values_that_mean_the_same(field: str, value, expected) -> None
     assert msgspec.msgpack.decode(wire, type=SamplingParams) == params
 
 
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 WRONG_TYPES = [
     ("n", 1.0, "n must be an integer, got 1.0"),
     ("n", True, "n must be an integer, got True"),
@@ -197,6 +204,8 @@ WRONG_TYPES = [
     ("logit_bias", {"five": 1}, "logit_bias must be a dict of token IDs and numbers"),
     ("logit_bias", {5: "1"}, "logit_bias must be a dict of token IDs and numbers"),
     ("logit_bias", {1.0: 1}, "logit_bias must be a dict of token IDs and numbers"),
+    ("logit_bias", {"9" * 5000: 1}, "logit_bias must be a dict of token IDs and numbers"),
+    ("extra_args", {1: nested(10_000)}, "extra_args must be a dict whose keys are strings"),
     ("extra_args", [("a", 1)], "extra_args must be a dict whose keys are strings"),
     ("extra_args", {1: 2}, "extra_args must be a dict whose keys are strings"),
     ("pooling", True, "pooling must be 'last' or 'mean', got True"),
@@ -224,6 +233,10 @@ def test_a_grammar_has_a_known_kind_and_is_text() -> None:
         Grammar("yaml")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="grammar must be a text, got 'dict'"):
         Grammar("json_schema", {"type": "object"})  # type: ignore[arg-type]
+    for field in ("spec", "structural_tag"):
+        with pytest.raises(InvalidRequestError, match="text without lone surrogates") as caught:
+            Grammar("regex", **{field: "a\ud83d"})
+        assert caught.value.param == "grammar"
 
 
 def test_with_valid_keeps_all_other_values() -> None:

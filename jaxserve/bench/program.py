@@ -91,11 +91,11 @@ def run(
         if args.output is not None:
             check_output(args.output)
         report = measure(args)
+        print(report.table())
+        if args.output is not None:
+            with replacing(args.output) as path:
+                path.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
     except (JaxserveError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(report.table())
-    if args.output is not None:
-        with replacing(args.output) as path:
-            path.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
     return 0

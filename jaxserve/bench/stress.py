@@ -5,7 +5,7 @@
 
 Starts a server with two engines and a tiny random model in float32. With ``--faults``, engines are
 killed, stopped and made to raise at random. Every stream must end with the text that it has alone.
-Afterwards no request, block, process or descriptor may be left. Needs the extra ``dev``.
+Afterwards no request, block, process, descriptor or memory may be left. Needs the extra ``dev``.
 """
 
 from __future__ import annotations
@@ -92,6 +92,15 @@ class Held:
         children = front.children(recursive=True)
         return cls(front.memory_info().rss, front.num_fds(), len(children))
 
+    def is_within(self, before: Held) -> bool:
+        """Whether a server holds no more than before a job, but for what its allocator keeps."""
+        return (
+            self.num_processes <= before.num_processes
+            # Connections of engines that were restarted may be closed a little later.
+            and self.num_descriptors <= before.num_descriptors + 4 * NUM_ENGINES
+            and self.memory_bytes < 1.2 * before.memory_bytes + 2**24
+        )
+
 
 @dataclass
 class Tally:
@@ -101,7 +110,7 @@ class Tally:
       outcomes: how many requests had each outcome: "answered"; "refused" with 503 while no engine
         could serve; "crashed twice", which may happen under faults; "wrong" or "lost", which may
         not.
-      complaints: what was wrong, at most a few.
+      complaints: what was wrong, at most a few. Empty if all is well.
       injuries: what was done to engines, and how often.
       longest_gap_s: the longest wait for the next event of a stream.
       before, after: the state of the idle server after the warm-up, and at the end.
@@ -284,18 +293,22 @@ async def stress(folder: Path, job: Job) -> Tally:
         await run_streams(client, requests, answers, warm_up, tally)
         await until_idle(client)
         tally.before = Held.by(front)
-        async with contextlib.AsyncExitStack() as stack:
+        async with asyncio.TaskGroup() as group:
             if job.faults:
                 injuring = injure(front, random.Random(job.seed), tally.injuries)
-                stack.callback(asyncio.create_task(injuring).cancel)
+                injuries = group.create_task(injuring)
             await run_streams(client, requests, answers, job, tally)
+            if job.faults:
+                injuries.cancel()
         await until_idle(client)
         tally.after = Held.by(front)
+        if not tally.after.is_within(tally.before):
+            tally.complaints.append(f"left over: {tally.before} before, {tally.after} after")
     return tally
 
 
 def main() -> int:
-    """Runs the job that the command line describes. Returns 1 if a request was lost or wrong."""
+    """Runs the job that the command line describes. Returns 1 if anything was wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

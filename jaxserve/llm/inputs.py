@@ -48,7 +48,7 @@ def _as_prompt(given: Any, place: str) -> str | list[int]:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise _error(place, "text without halves of surrogate pairs", f"{error}") from error
+            raise _error(place, "text without lone surrogates", f"{error}") from error
         return prompt
     ids = _as_list(prompt)
     if ids is None or not all(map(_is_int, ids)):

@@ -28,11 +28,7 @@ from jaxserve.llm.inputs import (
     as_tools,
     as_variables,
 )
-from jaxserve.llm.outputs import (
-    CallFailedError,
-    EmbeddingRequestOutput,
-    LLMOutput,
-)
+from jaxserve.llm.outputs import CallFailedError, EmbeddingRequestOutput, LLMOutput
 from jaxserve.llm.run import Encoded, answer_prompts
 from jaxserve.llm.settings import ask_for_memory, engine_config
 from jaxserve.openai.prompts import render_prompt

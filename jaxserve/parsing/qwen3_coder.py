@@ -22,7 +22,8 @@ from typing import Any
 from jaxserve.parsing.json_text import is_json
 from jaxserve.parsing.python_literal import python_literal
 from jaxserve.parsing.scanner import NAME, Reading, Scanner, read_whole
-from jaxserve.structured_output.structural_tag import RuleWriter, json_term, quoted
+from jaxserve.structured_output.json_schema import target_of
+from jaxserve.structured_output.structural_tag import RuleWriter, quoted
 
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
@@ -113,7 +114,7 @@ def property_types(parameters: Mapping[str, Any], key: str) -> set[str]:
     """Returns the types that the schema of an object allows for a property; empty: any type."""
     properties = parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
-    return _types(schema, parameters, _MAX_DEPTH)
+    return _types(schema, parameters, _MAX_DEPTH, {})
 
 
 def _kinds(spelled: str) -> set[str]:
@@ -124,12 +125,22 @@ def _kinds(spelled: str) -> set[str]:
     return {"number"} if any(char in spelled for char in ".eE") else {"integer", "number"}
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    """Returns the types that a schema allows; empty: any type."""
+def _types(
+    schema: Any, root: Mapping[str, Any], depth: int, known: dict[str, set[str]]
+) -> set[str]:
+    """Returns the types that a schema allows; empty: any type.
+
+    ``known`` has the types of the references met so far, so each is followed once. A reference that
+    leads back to itself allows any type.
+    """
     if not isinstance(schema, Mapping) or depth == 0:
         return set()
-    if isinstance(schema.get("$ref"), str):
-        return _types(_target(schema["$ref"], root), root, depth - 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        if reference not in known:
+            known[reference] = set()
+            known[reference] = _types(target_of(reference, root), root, depth - 1, known)
+        return known[reference]
     types = schema.get("type")
     if isinstance(types, str):
         return {types}
@@ -141,52 +152,50 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
         return {_TYPES[type(value)] for value in schema["enum"]}
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            found = [_types(part, root, depth - 1) for part in schema[key]]
+            found = [_types(part, root, depth - 1, known) for part in schema[key]]
             return set().union(*found) if all(found) else set()
     return set()
 
 
-def _target(reference: str, root: Mapping[str, Any]) -> Any:
-    """Resolves a reference within a schema, such as #/$defs/name; None if its target is missing."""
-    target: Any = root
-    for key in reference.removeprefix("#").split("/")[1:]:
-        target = target.get(key) if isinstance(target, Mapping) else None
-    return target
-
-
 def qwen3_coder_rules(rules: RuleWriter) -> str:
-    """Writes the rule ``calls``. For strings, it enforces only the ``enum`` of the schema."""
+    """Writes the rule ``calls``. For strings, it enforces only the ``enum`` of the schema.
+
+    Raises:
+      InvalidRequestError: the schemas of the arguments are too long, or no finite call matches.
+    """
     first, last = rules.tag(_CALL), rules.tag(_END_CALL)
-    functions = " | ".join(f"function_{i}" for i in range(len(rules.tools)))
+    functions = " | ".join(f"function_{i}" for i in range(len(rules.arguments)))
     written = rules.calls(f'{first} "\\n"? ({functions}) "\\n"? {last}', between='"\\n"?')
-    for i, (name, parameters) in enumerate(rules.tools.items()):
-        opening, values = quoted(f"{_FUNCTION}{name}>\n"), " ".join(_values(parameters))
+    for i, (name, schema) in enumerate(rules.arguments.items()):
+        opening, values = quoted(f"{_FUNCTION}{name}>\n"), " ".join(_values(rules, name, schema))
         written += f"function_{i}: {opening} {values} {quoted(_END_FUNCTION)}\n"
     end = quoted(f"\n{_END_PARAMETER}\n")
     return written + f"text[suffix={end}]: /(.|\\n)*/\n"
 
 
-def _values(parameters: Mapping[str, Any]) -> list[str]:
-    """Returns a term for each property of a schema, in order."""
-    properties, required = parameters.get("properties"), parameters.get("required")
+def _values(rules: RuleWriter, name: str, schema: Mapping[str, Any]) -> list[str]:
+    """Returns a term for each argument of a tool, in order."""
+    properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping):
         return []
+    names = required if isinstance(required, list) else ()
+    needed = {name for name in names if isinstance(name, str)}
     terms = []
-    for key, schema in properties.items():
-        if _KEY.fullmatch(key):
+    for key, part in properties.items():
+        if _KEY.fullmatch(key) and part is not False:
             before = quoted(f"{_PARAMETER}{key}>\n")
-            optional = "" if isinstance(required, list) and key in required else "?"
-            terms.append(f"({before} {_value(parameters, key, schema)}){optional}")
+            value = _value(rules, rules.tools[name], key, part)
+            terms.append(f"({before} {value}){'' if key in needed else '?'}")
     return terms
 
 
-def _value(parameters: Mapping[str, Any], key: str, schema: Any) -> str:
-    """Returns the term for a value and its end tag."""
+def _value(rules: RuleWriter, parameters: Mapping[str, Any], key: str, part: Any) -> str:
+    """Returns the term for a value that matches a part of a schema, and its end tag."""
     if property_types(parameters, key) != {"string"}:
-        definitions = {k: v for k, v in parameters.items() if k in ("$defs", "definitions")}
-        term = json_term({**schema, **definitions} if isinstance(schema, Mapping) else {})
-    elif isinstance(schema.get("enum"), list):
-        term = "(" + " | ".join(quoted(choice) for choice in schema["enum"]) + ")"
+        term = rules.json_value(part)
+    elif isinstance(choices := parameters["properties"][key].get("enum"), list):
+        texts = [choice for choice in choices if isinstance(choice, str)]
+        term = "(" + " | ".join(map(quoted, texts)) + ")"
     else:
         return "text"
     return f"{term} {quoted(chr(10) + _END_PARAMETER + chr(10))}"

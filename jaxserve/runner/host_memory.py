@@ -95,7 +95,7 @@ def _mounts(proc: Path, version: _Version) -> Iterator[tuple[str, Path]]:
     for line in _lines(proc / "self/mountinfo"):
         before, _, after = line.partition(" - ")
         root, mount = (field.replace("\\040", " ") for field in before.split()[3:5])
-        kind, _, options = after.split(maxsplit=2)
+        kind, _, options = after.split(" ", 2)  # the source between them can be empty
         is_v1 = kind == "cgroup" and "memory" in options.split(",")
         if is_v1 if version is _V1 else kind == "cgroup2":
             yield root, Path(mount)

@@ -82,7 +82,7 @@ class PendingStep:
         scores = self._finite_only(self._scores, self._plan.scoring, failed)
         pooled = self._finite_only(self._pooled, self._plan.pooling, failed)
         if failed or tokens.min() < 0:  # rare
-            rows = self._sound_rows(rows, tokens, failed)
+            rows = self._finite_rows(rows, tokens, failed)
             token_ids = [tokens[each.start : each.stop].tolist() for each in rows]
         return StepResult(
             token_ids,
@@ -107,14 +107,14 @@ class PendingStep:
             failed.update(p.request_id for p, ok in zip(parts, is_finite, strict=True) if not ok)
         return results
 
-    def _sound_rows(
+    def _finite_rows(
         self, rows: Sequence[range], tokens: Int32[np.ndarray, " rows"], failed: set[str]
     ) -> list[range]:
         """Cuts each range before the first marked token, and adds its request to ``failed``.
 
         Ranges of requests that have failed become empty.
         """
-        sound: list[range] = []
+        finite: list[range] = []
         for part, each in zip(self._plan.sampling, rows, strict=True):
             marked = np.flatnonzero(tokens[each.start : each.stop] < 0)
             if part.request_id in failed:
@@ -122,8 +122,8 @@ class PendingStep:
             elif len(marked):
                 failed.add(part.request_id)
                 each = each[: int(marked[0])]
-            sound.append(each)
-        return sound
+            finite.append(each)
+        return finite
 
     def _logprobs(
         self, sampled: Sampled, tokens: Int32[np.ndarray, " rows"], rows: Sequence[range]

@@ -112,13 +112,13 @@ class Speculator:
             sampled: Int32[Array, " a"] | None,
             indices: Int32[Array, " a"] | None,
         ) -> tuple[TokenStore, LastTokens, Verified]:
-            is_sound = drawn >= 0
+            is_finite = drawn >= 0
             drawn = without_marks(drawn)
             if sampled is not None:
                 drawn = drawn.at[indices].set(sampled, mode="drop")
             store, last_tokens, is_accepted = accept_drafts(store, last_tokens, placed, drawn)
             padding = (0, sizes.max_num_rows - len(drawn))
-            columns = (marked(drawn, is_sound), is_accepted, placed.is_live)
+            columns = (marked(drawn, is_finite), is_accepted, placed.is_live)
             return store, last_tokens, Verified(*(jnp.pad(column, padding) for column in columns))
 
         self._start = Program("starting to speculate", start_step, log)

@@ -45,7 +45,7 @@ class LanguageModel(Protocol):
         ...
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
-        """Returns the logits f32[N, V] of hidden states [N, D]."""
+        """Returns the logits f32[N, V] of hidden states [N, D]. All must be finite."""
         ...
 
     def final(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n hidden"]:

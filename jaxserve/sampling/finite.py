@@ -46,9 +46,9 @@ def all_finite(logits: Float32[Array, "rows vocab"]) -> Bool[Array, " rows"]:
     return _are_finite(logits).all(-1)
 
 
-def marked(tokens: Int32[Array, " rows"], is_sound: Bool[Array, " rows"]) -> Int32[Array, " rows"]:
-    """Marks the tokens i32[R] of the rows that are not sound."""
-    return jnp.where(is_sound, tokens, ~tokens)
+def marked(tokens: Int32[Array, " rows"], is_finite: Bool[Array, " rows"]) -> Int32[Array, " rows"]:
+    """Marks the tokens i32[R] of the rows whose logits are not finite, given bool[R]."""
+    return jnp.where(is_finite, tokens, ~tokens)
 
 
 def without_marks(tokens: Int32[Array, " rows"]) -> Int32[Array, " rows"]:

@@ -295,8 +295,8 @@ def check_ids(ids: list[int] | tuple[int, ...], vocab_size: int, *, param: str) 
         )
 
 
-# Settled once, since every request is checked several times: the types of the fields, and the name,
-# least value, most value and place of each number.
+# Computed once, since every request is checked several times: the types of the fields, and the
+# name, least value, most value and place of each number.
 _FIELDS = msgspec.structs.fields(SamplingParams)
 _TYPES = tuple(types_of(field.type) for field in _FIELDS)
 _NUMBERS = tuple(

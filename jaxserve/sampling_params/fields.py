@@ -29,6 +29,8 @@ BIAS_LIMIT = 100.0
 IDS_AT_ONCE = 2**16
 """Number of token IDs that one call checks. No other thread can interrupt it, for about 2 ms."""
 INT64 = (-(2**63), 2**63 - 1)
+MAX_ID_DIGITS = 20
+"""Digits of a token ID in a string. Python refuses to convert thousands of digits."""
 
 
 class Range(NamedTuple):
@@ -85,15 +87,20 @@ def as_field(name: str, value: Any, form: Any) -> Any:
         value = ()
     if name == "logit_bias" and isinstance(value, Mapping):
         # JSON has strings as keys.
-        are_digits = {key: isinstance(key, str) and key.isdecimal() for key in value}
-        value = {int(key) if are_digits[key] else key: bias for key, bias in value.items()}
+        value = {_as_id(key): bias for key, bias in value.items()}
     try:
         return converted(value, form)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, RecursionError):  # the second: it is nested too deeply
         nouns = {int: "an integer", float: "a number", bool: "true or false"}
         expected = FORMS.get(name) or next(nouns[t] for t in types_of(form) if t in nouns)
         got = reprlib.repr(value)  # shortens long values
         raise InvalidRequestError(f"{name} must be {expected}, got {got}", param=name) from None
+
+
+def _as_id(key: Any) -> Any:
+    """Returns the token ID in a string of digits; any other value as it is."""
+    is_id = isinstance(key, str) and key.isdecimal() and len(key) <= MAX_ID_DIGITS
+    return int(key) if is_id else key
 
 
 def range_words(name: str, value: float) -> str:

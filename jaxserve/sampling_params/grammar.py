@@ -28,8 +28,9 @@ class Grammar(msgspec.Struct, frozen=True):
         `structured_output.structural_tag`.
 
     Raises:
-      InvalidRequestError: the kind is unknown, a field is not a string, or ``spec`` is longer than
-        `MAX_GRAMMAR_CHARS`. `structured_output.grammar.check_grammar` checks the rest.
+      InvalidRequestError: the kind is unknown, a field is not a string or has lone surrogates, or
+        ``spec`` is longer than `MAX_GRAMMAR_CHARS`. `structured_output.grammar.check_grammar`
+        checks the rest.
     """
 
     kind: Kind
@@ -42,4 +43,13 @@ class Grammar(msgspec.Struct, frozen=True):
             require(False, "grammar", expected, self.kind)
         for text in (self.spec, self.structural_tag):
             require(isinstance(text, str), "grammar", "a text", type(text).__name__)
+            require(_is_unicode(text), "grammar", "text without lone surrogates", text[:100])
         require_at_most("grammar", len(self.spec), MAX_GRAMMAR_CHARS, "characters")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -16,13 +16,14 @@ its own, with a `RuleWriter`. A completion that must be nothing but calls (``too
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.structured_output.grammar import WHITESPACE
-from jaxserve.structured_output.json_schema import prepared
+from jaxserve.structured_output.json_schema import prepared, target_of
 from jaxserve.text.tokenizer import Tokenizer
 
 TagTerm = Callable[[str], str]
@@ -30,6 +31,10 @@ TagTerm = Callable[[str], str]
 
 MAX_SCHEMA_DEPTH = 64
 """Maximum nesting of the schema of a tool, whose references are rewritten recursively."""
+
+MAX_VALUE_CHARS = 2**20
+"""Maximum length of the schemas of single arguments in the rule ``calls``, all together. Each has
+its own copy of what it refers to, so they can be far longer than the schemas of the tools."""
 
 
 def structural_tag(*, think: str, calls: str) -> str:
@@ -63,20 +68,6 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def json_term(schema: dict[str, Any]) -> str:
-    """Returns the Lark term for JSON that matches a schema of a tool.
-
-    Raises:
-      InvalidRequestError: no finite JSON matches it.
-    """
-    ready = prepared(schema)
-    if not isinstance(ready, dict):
-        raise InvalidRequestError(
-            "tools: no finite value matches one of the schemas", param="tools"
-        )
-    return "%json " + json.dumps({**ready, "x-guidance": {"whitespace_pattern": WHITESPACE}})
-
-
 class RuleWriter:
     """Writes parts of the rule ``calls`` for a format.
 
@@ -96,14 +87,63 @@ class RuleWriter:
         self.tools = tools
         self.tag = tag
         self._parallel = parallel
+        self._value_chars = 0
 
     def json_call(self, arguments: str) -> str:
         """Returns the term for a call of any tool as ``{"name": ..., arguments: {...}}``.
 
         Raises:
-          InvalidRequestError: a schema is nested too deeply.
+          InvalidRequestError: a schema is nested too deeply, or no finite call matches.
         """
-        return json_term(any_call_schema(self.tools, arguments=arguments))
+        return _json_term(self._any_call(arguments))
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Mapping[str, Any]]:
+        """Function names -> JSON schemas of their arguments, for `json_value`.
+
+        Tools and optional arguments that no finite value matches are left out, or are False.
+
+        Raises:
+          InvalidRequestError: a schema is nested too deeply, or no finite call matches.
+        """
+        found = {}
+        for tool, call in zip(self.tools, self._root["anyOf"], strict=True):
+            schema = call and call["properties"]["arguments"]
+            if isinstance(schema, Mapping) and "$ref" in schema:
+                schema = target_of(schema["$ref"], self._root)
+            if isinstance(schema, Mapping):
+                found[tool] = schema
+        return found
+
+    def json_value(self, schema: Any) -> str:
+        """Returns the term for JSON that matches a part of a schema in `arguments`; True: any JSON.
+
+        Raises:
+          InvalidRequestError: all such terms together are too long.
+        """
+        own = _on_its_own(schema, self._root) if isinstance(schema, Mapping) else {}
+        term = _json_term(own)
+        self._value_chars += len(term)
+        if self._value_chars > MAX_VALUE_CHARS:
+            raise InvalidRequestError(
+                "tools: to constrain the model to them, the schemas of their arguments, each with "
+                f"a copy of what it refers to, must have at most {MAX_VALUE_CHARS} characters in "
+                "total",
+                param="tools",
+            )
+        return term
+
+    @functools.cached_property
+    def _root(self) -> dict[str, Any]:
+        return self._any_call("arguments")
+
+    def _any_call(self, arguments: str) -> dict[str, Any]:
+        ready = prepared(any_call_schema(self.tools, arguments=arguments))
+        if not isinstance(ready, dict):
+            raise InvalidRequestError(
+                "tools: no finite value matches the parameters of any of them", param="tools"
+            )
+        return ready
 
     def calls(self, call: str, *, between: str = "", before: str = "", after: str = "") -> str:
         """Returns the rule ``calls``: one call, or one or more if parallel calls are allowed.
@@ -166,6 +206,40 @@ def any_call_schema(tools: Mapping[str, Mapping[str, Any]], *, arguments: str) -
             }
         )
     return {"anyOf": calls, "$defs": definitions} if definitions else {"anyOf": calls}
+
+
+def _json_term(schema: dict[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def _on_its_own(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a part of a schema with copies of all that it refers to, directly or not."""
+    names: dict[str, str] = {}  # the references, in order, and the names of the copies
+
+    def copied(part: Any) -> Any:
+        if isinstance(part, list):
+            return [copied(each) for each in part]
+        if not isinstance(part, Mapping):
+            return part
+        new = {key: copied(value) for key, value in part.items()}
+        reference = part.get("$ref")
+        if isinstance(reference, str) and target_of(reference, root) is not None:
+            new["$ref"] = "#/$defs/" + names.setdefault(reference, str(len(names)))
+        return new
+
+    new = copied(_without_definitions(schema))
+    definitions: dict[str, Any] = {}
+    while len(definitions) < len(names):
+        for reference in [*names][len(definitions) :]:
+            target = _without_definitions(target_of(reference, root))
+            definitions[names[reference]] = copied(target)
+    return {**new, "$defs": definitions} if definitions else new
+
+
+def _without_definitions(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    return {key: part for key, part in schema.items() if key not in ("$defs", "definitions")}
 
 
 def _object_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:

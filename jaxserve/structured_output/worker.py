@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -107,10 +108,12 @@ class Verdict(msgspec.Struct, frozen=True):
     Attributes:
       error: why the grammar cannot be followed; None if it can.
       is_cut: whether the check took too much time or memory, so that there is no result.
+      defect: the traceback of an error that no grammar should cause; None if there was none.
     """
 
     error: str | None = None
     is_cut: bool = False
+    defect: str | None = None
 
 
 class TooMuchWorkError(InvalidRequestError):
@@ -146,7 +149,7 @@ class GrammarWorker:
         Raises:
           TooMuchWorkError: the check took too much time or memory.
           InvalidRequestError: the grammar cannot be followed.
-          RuntimeError: the process cannot be started, or the worker is closed.
+          RuntimeError: the process cannot be started, its code has a defect, or the worker is closed.
         """
         verdict = _ask(self._running(), Check(grammar, self._time_s))
         if verdict is None:
@@ -155,6 +158,8 @@ class GrammarWorker:
             raise TooMuchWorkError(
                 f"{name_of(grammar)}: it takes too much time or memory to compile"
             )
+        if verdict.defect is not None:
+            raise RuntimeError(f"the check of a grammar failed:\n{verdict.defect}")
         if verdict.error is not None:
             raise InvalidRequestError(verdict.error)
 
@@ -268,13 +273,17 @@ def _check_and_exit(check: Check, vocabulary: Vocabulary, replies: IO[bytes]) ->
     try:
         # The default action of the signal, which nobody handles, ends the process.
         signal.setitimer(signal.ITIMER_PROF, check.time_s)
-        error = None
+        verdict = Verdict()
         try:
             check_grammar(check.grammar, vocabulary)
         except InvalidRequestError as refusal:
-            error = refusal.message
+            verdict = Verdict(refusal.message)
+        except MemoryError:
+            verdict = Verdict(is_cut=True)
+        except Exception:
+            verdict = Verdict(defect=traceback.format_exc())
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(replies, msgspec.msgpack.encode(Verdict(error)))
+        _write(replies, msgspec.msgpack.encode(verdict))
         os._exit(0)
     finally:
         os._exit(1)

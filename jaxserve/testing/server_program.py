@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
+
+from jaxserve.testing.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
@@ -86,9 +87,8 @@ class ServerProgram:
 
     def wait_for_imports(self) -> None:
         """Waits until the process is importing packages."""
-        maps, end = Path(f"/proc/{self.process.pid}/maps"), time.monotonic() + TIMEOUT_S
-        while "msgspec" not in maps.read_text():
-            assert time.monotonic() < end
+        maps = Path(f"/proc/{self.process.pid}/maps")
+        wait_until(lambda: "msgspec" in maps.read_text())
 
     def signal(self, *numbers: int) -> None:
         """Sends signals to the front alone."""

@@ -16,7 +16,7 @@ MAX_AT_ONCE = 100_000
 
 
 def size_of(value: Any, most: int) -> int:
-    """Returns the characters of all strings in a value, plus 1 for each value.
+    """Returns the characters of all strings in a value, plus 1 for each value and each key.
 
     Stops when the size exceeds ``most``, and returns the size so far: the time is at most
     proportional to ``most``.

@@ -54,7 +54,7 @@ BAD_PROMPTS = [
     (np.array(5), "prompts must be a prompt or a list of prompts, got ndarray"),
     (["a", None], r"prompts\[1\] must be a string, .* got NoneType"),
     ([[True]], r"prompts\[0\] must be a string"),
-    ("\ud83d", "text without halves of surrogate pairs"),
+    ("\ud83d", "text without lone surrogates"),
 ]
 
 

@@ -208,7 +208,7 @@ def test_embed_returns_a_vector_for_each_prompt(llm: LLM) -> None:
 
 
 def failing_engine(config, engine, on_progress):
-    """An engine that refuses prompts that begin with token 9, and the rest with a reason."""
+    """An engine that refuses requests with the seed 9, and says why."""
 
     def check(params: SamplingParams) -> None:
         if params.seed == 9:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.parsing.json_text import is_json
 from jaxserve.parsing.python_literal import python_literal
-from jaxserve.parsing.qwen3_coder import typed_json
+from jaxserve.parsing.qwen3_coder import property_types, typed_json
 from jaxserve.parsing.scanner import read_whole
 
 VALUES = st.recursive(
@@ -175,6 +175,15 @@ def test_values_get_the_type_that_the_schema_allows(key, text, value):
 )
 def test_odd_schemas_allow_any_type(schema):
     assert typed_json("5", schema, "k") == "5"
+
+
+def test_references_are_followed_once_each():
+    """Alternatives of alternatives would be followed more often than a schema has characters."""
+    for last in ({"anyOf": [{"$ref": "#/$defs/a"}]}, {"type": "integer"}):
+        links = {a: {"anyOf": [{"$ref": f"#/$defs/{b}"}] * 500} for a, b in zip("abc", "bcd")}
+        schema = {"properties": {"k": {"$ref": "#/$defs/a"}}, "$defs": {**links, "d": last}}
+        assert typed_json("5", schema, "k") == "5"
+    assert property_types(schema, "k") == {"integer"}
 
 
 @given(st.text(), st.sampled_from(sorted(SCHEMA["properties"])))

@@ -112,6 +112,13 @@ class TestVersion2:
         assert found.num_bytes == 1000 * MIB
 
 
+def test_a_mount_without_a_source(tmp_path):
+    """The kernel writes two spaces after ``mount -t tmpfs "" /mnt``."""
+    write_v2(tmp_path / "cg", str(600 * MIB), used=100 * MIB)
+    mounts = "63 43 0:39 / /mnt rw - tmpfs  rw\n" + V2.format(root="/")
+    assert free_memory(proc(tmp_path, "0::/\n", mounts)).num_bytes == 500 * MIB
+
+
 @pytest.mark.parametrize(
     ("which", "pages", "name"),
     [(resource.RLIMIT_AS, 100, "ulimit -v"), (resource.RLIMIT_DATA, 60, "ulimit -d")],

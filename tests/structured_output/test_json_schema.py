@@ -9,8 +9,15 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import Grammar
+from jaxserve.structured_output import json_schema
 from jaxserve.structured_output.grammar import check_grammar, make_matcher
-from jaxserve.structured_output.json_schema import FORMATS, MAX_VISITS, prepared
+from jaxserve.structured_output.json_schema import (
+    FORMATS,
+    MAX_PATTERN_WORK,
+    MAX_VISITS,
+    WORK_PER_PATTERN,
+    prepared,
+)
 from jaxserve.structured_output.vocabulary import Vocabulary, tokens_in
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
@@ -167,6 +174,26 @@ def test_references_are_json_pointers(pointer):
     assert prepared({"$ref": pointer, "$defs": definitions}) is False
 
 
+@pytest.mark.parametrize(
+    ("schema", "is_matched"),
+    [
+        ({"type": "string", "enum": [1, None]}, False),
+        ({"type": "string", "enum": [1, "x"]}, True),
+        ({"type": "integer", "enum": [True, 1.5]}, False),
+        ({"type": "integer", "enum": [2.0]}, True),
+        ({"type": ["number", "null"], "const": 1}, True),
+        ({"type": "object", "const": []}, False),
+        ({"enum": []}, False),
+        ({"const": None}, True),
+        ({"type": "string", "enum": "malformed"}, True),
+    ],
+)
+def test_values_of_other_types_are_no_values(schema, is_matched):
+    assert prepared(schema) == (schema if is_matched else False)
+    root = {"type": "object", "properties": {"a": schema, "b": INTEGER}, "required": ["b"]}
+    assert prepared(root)["properties"]["a"] == (schema if is_matched else False)
+
+
 def test_references_below_another_id_are_left_alone():
     inner = {"$id": "x", "type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
     root = {"type": "object", "properties": {"y": inner}}
@@ -209,6 +236,83 @@ def test_names_with_escapes_are_moved_too():
     schema = {"type": "object", "properties": {name: INTEGER}, "additionalProperties": False}
     moved = prepared({**schema, "patternProperties": {'^é"\\\\$': {"minimum": 1}}})
     assert moved["properties"] == {name: {"allOf": [INTEGER, {"minimum": 1}]}}
+
+
+def test_patterns_that_are_lists_of_names_agree_with_sets():
+    source = random.Random(3)
+    names = ["a", "b", "ab", "x-1", 'é"', "", "A"]
+    num_moved = 0
+    for _ in range(100):
+        known = source.sample(names, source.randint(1, 4))
+        lists = [source.sample(names, source.randint(1, 3)) for _ in range(source.randint(1, 3))]
+        patterns = {f"^({'|'.join(each)})$": {"minimum": i} for i, each in enumerate(lists)}
+        schema = {
+            "type": "object",
+            "properties": dict.fromkeys(known, INTEGER),
+            "patternProperties": patterns,
+            "additionalProperties": False,
+        }
+        found = prepared(schema)
+        idle = [pattern for pattern in patterns if set(pattern[2:-2].split("|")) <= set(known)]
+        num_moved += len(idle)
+        assert set(found.get("patternProperties", {})) == patterns.keys() - set(idle)
+        for name in known:
+            more = [patterns[p] for p in idle if name in p[2:-2].split("|")]
+            assert found["properties"][name] == ({"allOf": [INTEGER, *more]} if more else INTEGER)
+    assert num_moved > 20
+
+
+@pytest.mark.parametrize(("num_names", "num_patterns"), [(1, 500), (500, 1), (50, 50), (500, 500)])
+def test_the_work_on_patterns_is_bounded(monkeypatch, num_names, num_patterns):
+    """One request may have thousands of them, and it reaches the front before the engine."""
+    work = []
+    fitting, matcher = json_schema._fitting, json_schema._matcher
+    monkeypatch.setattr(json_schema, "_matcher", lambda s: work.append(10) or matcher(s))
+    monkeypatch.setattr(
+        json_schema, "_fitting", lambda names, p: work.append(len(names)) or fitting(names, p)
+    )
+    one = {
+        "type": "object",
+        "properties": {f"a{i}": INTEGER for i in range(num_names)},
+        "patternProperties": {f"^a{i}$": {"minimum": i} for i in range(num_patterns)},
+        "additionalProperties": False,
+    }
+    schema = {"type": "object", "properties": {str(i): one for i in range(30)}}
+    found = prepared(schema)
+    assert sum(work) <= MAX_PATTERN_WORK
+    assert found["properties"]["29"] == one
+    is_moved = found["properties"]["0"] != one
+    assert is_moved == (num_patterns * (WORK_PER_PATTERN + num_names) <= MAX_PATTERN_WORK)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize(("least", "most"), [(0, 1), (1, None), (2, 3), (3, 3)])
+@pytest.mark.parametrize("required", [[], ["a"]])
+def test_the_number_of_properties_is_enforced(vocabulary, least, most, required, closed):
+    """llguidance can count names only if all of the known ones are required."""
+    limits = {"minProperties": least} | ({} if most is None else {"maxProperties": most})
+    rest = {"additionalProperties": False, "patternProperties": {"": {}}} if closed else {}
+    schema = {
+        "type": "object",
+        "properties": dict.fromkeys(required, INTEGER),
+        "required": required,
+        **limits,
+        **rest,
+    }
+    for count in range(len(required), 6):
+        text = json.dumps(dict.fromkeys("abcdef"[:count], 1))
+        matcher = make_matcher(Grammar("json_schema", json.dumps(schema)), vocabulary)
+        is_taken = matcher.consume_tokens(tokens_of(vocabulary, text)) and matcher.is_accepting()
+        assert is_taken == (least <= count and (most is None or count <= most)), text
+    optional = {**schema, "properties": {"a": INTEGER}, "required": []}
+    with pytest.raises(InvalidRequestError, match="when all keys .* are required"):
+        check_grammar(
+            Grammar("json_schema", json.dumps(optional | {"minProperties": 1})), vocabulary
+        )
+
+
+def tokens_of(vocabulary: Vocabulary, text: str) -> list[int]:
+    return [vocabulary.tokens.index(bytes([byte])) for byte in text.encode()]
 
 
 def test_the_search_is_bounded():

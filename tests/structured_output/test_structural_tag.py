@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from jaxserve.errors import InvalidRequestError
 from jaxserve.ipc.messages import FinishReason, Submit
 from jaxserve.parsing.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from jaxserve.parsing.parser import MessageParser
@@ -20,7 +21,12 @@ from jaxserve.parsing.registry import (
 )
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.structured_output.constraint import GrammarCompiler
-from jaxserve.structured_output.structural_tag import RuleWriter, structural_tag, tag_terms
+from jaxserve.structured_output.structural_tag import (
+    MAX_VALUE_CHARS,
+    RuleWriter,
+    structural_tag,
+    tag_terms,
+)
 from jaxserve.testing.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -187,20 +193,93 @@ def test_qwen3_coder_values_follow_the_types_of_the_schema() -> None:
             "required": ["code"],
         }
     }
-    rules = RuleWriter(tools, parallel=True, tag=tag_terms(TOKENIZER))
-    calls = call_rules("qwen3_coder", rules)
-    assert calls is not None
-    tag = structural_tag(think="", calls=calls)
+    tag = structural_tag(think="", calls=qwen3_coder_calls(tools))
 
     def call(*values):
-        inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values)
-        return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+        return qwen3_coder_call("f", *values)
 
     code = 'if a < b:\n\tprint("</tool_call>")'
     assert Walk(tag).accepts(call(("code", code)))
     assert Walk(tag).accepts(call(("code", ""), ("n", "5"), ("free", '{"x": [1]}')))
     for bad in ([], [("n", "5")], [("code", "x"), ("n", "[]")], [("code", "x"), ("a<b", "y")]):
         assert not Walk(tag).accepts(call(*bad)), bad
+
+
+def qwen3_coder_calls(tools) -> str:
+    calls = call_rules("qwen3_coder", RuleWriter(tools, parallel=True, tag=tag_terms(TOKENIZER)))
+    assert calls is not None
+    return calls
+
+
+def qwen3_coder_call(name, *values) -> str:
+    inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values)
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+def test_qwen3_coder_values_follow_references_to_any_place() -> None:
+    node = {
+        "type": "object",
+        "properties": {"next": {"$ref": "#/$defs/node"}, "n": {"$ref": "#/properties/n"}},
+        "additionalProperties": False,
+    }
+    parameters = {
+        "properties": {
+            "n": {"type": "integer"},
+            "m": {"$ref": "#/properties/n"},
+            "list": {"$ref": "#/$defs/node"},
+            "self": {"$ref": "#"},
+        },
+        "additionalProperties": False,
+        "$defs": {"node": node, "unused": {"enum": ["unused"]}},
+    }
+    calls = qwen3_coder_calls({"f": parameters})
+    assert "unused" not in calls
+    tag = structural_tag(think="", calls=calls)
+    for key, value, expected in [
+        ("m", "5", True),
+        ("m", "x", False),
+        ("list", '{"next": {"next": {"n": 1}}}', True),
+        ("list", '{"next": {"m": 1}}', False),
+        ("self", '{"n": 1, "self": {"m": 2}}', True),
+        ("self", '{"n": "x"}', False),
+    ]:
+        assert Walk(tag).accepts(qwen3_coder_call("f", (key, value))) == expected, (key, value)
+
+
+def test_qwen3_coder_leaves_out_what_no_value_matches() -> None:
+    string = {"type": "string", "enum": [1, "x", None]}
+    tools = {
+        "f": {"properties": {"never": False, "none": {"type": "string", "enum": [1]}, "s": string}},
+        "g": {"properties": {"never": False}, "required": ["never"]},
+    }
+    tag = structural_tag(think="", calls=qwen3_coder_calls(tools))
+    assert Walk(tag).accepts(qwen3_coder_call("f"))
+    assert Walk(tag).accepts(qwen3_coder_call("f", ("s", "x")))
+    for bad in (("never", "5"), ("none", "1"), ("none", ""), ("s", "1"), ("s", "null")):
+        assert not Walk(tag).accepts(qwen3_coder_call("f", bad)), bad
+    assert not Walk(tag).accepts(qwen3_coder_call("g"))
+    assert not Walk(tag).accepts(qwen3_coder_call("g", ("never", "5")))
+    with pytest.raises(InvalidRequestError, match="no finite value matches") as caught:
+        qwen3_coder_calls({"g": tools["g"]})
+    assert caught.value.param == "tools"
+
+
+def test_the_copies_of_definitions_are_limited() -> None:
+    """A small body could become a grammar of gigabytes."""
+    count = 400
+    definitions = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(count)}
+    parameters = {
+        "properties": {f"p{i}": {"$ref": "#/$defs/0"} for i in range(count)},
+        "$defs": {**definitions, str(count): {"type": "integer"}},
+    }
+    assert len(json.dumps(parameters)) < 50_000
+    with pytest.raises(
+        InvalidRequestError, match=f"at most {MAX_VALUE_CHARS} characters"
+    ) as caught:
+        qwen3_coder_calls({"f": parameters})
+    assert caught.value.param == "tools"
+    few = {f"p{i}": {"$ref": "#/$defs/0"} for i in range(10)}
+    assert len(qwen3_coder_calls({"f": {**parameters, "properties": few}})) < MAX_VALUE_CHARS
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import Grammar
+from jaxserve.structured_output import worker as grammar_worker
 from jaxserve.structured_output.grammar import check_grammar
 from jaxserve.structured_output.vocabulary import Vocabulary
 from jaxserve.structured_output.worker import (
@@ -198,6 +201,34 @@ def test_a_vocabulary_that_cannot_be_built_is_not_an_error_of_the_grammar():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="could not be started"):
             worker.check(Grammar("regex", "a"))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [("ZeroDivisionError('a bug')", RuntimeError), ("MemoryError()", TooMuchWorkError)],
+)
+def test_a_defect_of_the_check_is_not_the_fault_of_the_grammar(monkeypatch, error, expected):
+    """Other errors than refusals end the check alone, and their tracebacks are not lost."""
+    code = f"""
+from jaxserve.structured_output import worker
+def check(grammar, vocabulary):
+    if grammar.spec == "bad":
+        raise {error}
+worker.check_grammar = check
+worker.main()
+"""
+    popen = subprocess.Popen
+
+    def start(arguments, **options):
+        return popen([sys.executable, "-c", code], **options)
+
+    monkeypatch.setattr(grammar_worker.subprocess, "Popen", start)
+    worker = GrammarWorker(TOKENIZER, VOCAB)
+    worker.check(Grammar("regex", "good"))
+    with pytest.raises(expected) as caught:
+        worker.check(Grammar("regex", "bad"))
+    assert ("ZeroDivisionError: a bug" in str(caught.value)) == (expected is RuntimeError)
+    worker.check(Grammar("regex", "good"))
 
 
 def test_a_fork_does_not_end_the_process_of_its_parent(worker):

@@ -24,6 +24,8 @@ from jaxserve import __version__
 from jaxserve.cli import add_engine_flags, add_flags, read_engine_config, read_flags
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import JaxserveError
+from jaxserve.ipc.launch import FACTORY
+from jaxserve.program.address_space import check_address_space
 from jaxserve.program.stderr import StderrRelay, standard_streams
 from server.console import Console
 from server.listen import listen
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         api = read_flags(args, ApiSettings)
         config = read_config(args)
         _set_up_logging(settings.log_level)
+        if settings.engine_factory == FACTORY:
+            check_address_space()
         listeners = listen(settings.host, settings.port)
         console.say(f"jaxserve {__version__}: starting {config.model.model}")
         _raise_file_limit()

@@ -40,6 +40,7 @@ from jaxserve.offline.open_files import check_different, open_requests, open_res
 from jaxserve.offline.stopping import Stopping, until_stopped
 from jaxserve.openai.prompts import render_prompt
 from jaxserve.openai.protocol import ChatRequest
+from jaxserve.program.address_space import check_address_space
 from jaxserve.program.signals import restored_signals
 from jaxserve.program.stderr import StderrRelay, keep_quiet_at_exit, standard_streams
 from jaxserve.program.threads import in_daemon_thread
@@ -156,6 +157,8 @@ async def _run(
 ) -> None:
     """Answers the file or the prompts."""
     config = cli.read_engine_config(args)
+    if factory == FACTORY:
+        check_address_space()
     if args.input is not None:
         await _answer_file(args, config, factory, bar_columns, stopping)
         return

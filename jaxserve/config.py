@@ -297,7 +297,8 @@ class CompileConfig:
     )
     compilation_cache_mib: int = setting(
         4096,
-        "most MiB of compiled programs in that folder; the least recently used ones are removed",
+        "most MiB of compiled programs, and of what XLA has autotuned, in that folder; the least "
+        "recently used are removed",
     )
 
     def __post_init__(self) -> None:

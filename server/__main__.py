@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 if __name__ == "__main__":
-    # Until `server.signals` handles them, Ctrl-C ends the process at once and without a traceback,
-    # and these two do nothing.
+    # Until `StopSignals` handles them, Ctrl-C ends the process at once and without a traceback, and
+    # these two do nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -24,11 +24,13 @@ from jaxserve import __version__
 from jaxserve.cli import add_engine_flags, add_flags, read_engine_config, read_flags
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import JaxserveError
+from jaxserve.ipc.launch import FACTORY
+from jaxserve.program.address_space import check_address_space
+from jaxserve.program.stderr import StderrRelay, standard_streams
 from server.console import Console
 from server.listen import listen
 from server.run import Stopped, serve
 from server.settings import ApiSettings, ServerSettings
-from server.stderr import StderrRelay, standard_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         api = read_flags(args, ApiSettings)
         config = read_config(args)
         _set_up_logging(settings.log_level)
+        if settings.engine_factory == FACTORY:
+            check_address_space()
         listeners = listen(settings.host, settings.port)
         console.say(f"jaxserve {__version__}: starting {config.model.model}")
         _raise_file_limit()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TypeVar
 
 from starlette.exceptions import HTTPException
@@ -12,16 +13,12 @@ from jaxserve.config import MIB
 from jaxserve.errors import InvalidRequestError
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.json_structure import MAX_DIGITS, JsonStructure
-from server.body_memory import BodyMemory, BodyShare
+from server.body_memory import CLOSE, BodyMemory, BodyShare
 from server.content_encoding import PIECE_BYTES, decoder_of
 from server.middleware import is_good_id
 from server.settings import ApiSettings
 
 T = TypeVar("T")
-
-CLOSE = {"Connection": "close"}
-"""The headers of an error whose request has not been read to its end: the connection cannot be used
-again."""
 
 
 async def read_json(request: Request, body_type: type[T]) -> T:
@@ -37,9 +34,13 @@ async def read_json(request: Request, body_type: type[T]) -> T:
     memory: BodyMemory = request.app.state.body_memory
     with memory.share() as share:
         try:
-            async with asyncio.timeout(settings.body_timeout):
+            async with asyncio.timeout(settings.body_timeout) as timeout:
+                share.on_evicted = partial(timeout.reschedule, 0.0)
                 body = await _receive(request, settings, share)
+                share.received()
         except TimeoutError as error:
+            if share.is_evicted:
+                raise share.too_slow() from error
             raise HTTPException(
                 408,
                 f"the body did not arrive within {settings.body_timeout:g} s",

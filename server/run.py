@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import gc
 import signal
 import socket
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,17 +21,17 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
+from jaxserve.program.signals import StopSignals
+from jaxserve.program.threads import in_daemon_thread
 from server.app import create_app
 from server.console import Console
 from server.http import HttpProtocol, HttpServer
 from server.listen import is_local, url_of
 from server.open_files import watch_open_files
 from server.settings import ApiSettings, ServerSettings
-from server.signals import StopSignals
 from server.state import ServerState
 from server.throughput import log_throughput
 
-A = TypeVar("A")
 T = TypeVar("T")
 
 LAST_BYTES_TIMEOUT_S = 2
@@ -55,7 +53,7 @@ async def serve(
     settings: ServerSettings,
     console: Console,
 ) -> None:
-    """Serves until a signal stops it; see `server.signals`. Then the process should exit.
+    """Serves until a signal stops it; see `StopSignals`. Then the process should exit.
 
     Raises:
       Stopped: a signal arrived before the server was ready.
@@ -112,7 +110,7 @@ async def _start(
         EngineClient.start(config, factory=settings.engine_factory, on_progress=on_progress)
     )
     try:
-        files = await _in_daemon_thread(ModelFiles.open, config.model)
+        files = await in_daemon_thread(ModelFiles.open, config.model)
         client = await starting
     except BaseException:
         starting.cancel()
@@ -158,24 +156,6 @@ async def _unless_stopped(stop: asyncio.Future[int], work: Coroutine[Any, Any, T
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     raise Stopped(stop.result())
-
-
-async def _in_daemon_thread(function: Callable[[A], T], argument: A) -> T:
-    """Returns the result of a function that may take minutes, such as a download.
-
-    Unlike `asyncio.to_thread`, it does not keep a process alive that is told to stop.
-    """
-    result: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function(argument))
-        except BaseException as error:
-            result.set_exception(error)
-
-    result.set_running_or_notify_cancel()
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(result)
 
 
 def _throughput_lines(

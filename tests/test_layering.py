@@ -146,7 +146,8 @@ def test_core_is_pure_python(module: str) -> None:
 LAYERS = (
     *("pallas_kernels", "jaxserve.errors", "jaxserve.conversion", "jaxserve.sampling_params"),
     "jaxserve.config",
-    *("jaxserve.arrays", "jaxserve.device", "jaxserve.ipc", "jaxserve.cli", "jaxserve.text"),
+    *("jaxserve.arrays", "jaxserve.device", "jaxserve.program", "jaxserve.ipc", "jaxserve.cli"),
+    "jaxserve.text",
     *("jaxserve.core",),
     *("jaxserve.structured_output", "jaxserve.parsing", "jaxserve.checkpoint", "jaxserve.ops"),
     *("jaxserve.models", "jaxserve.sampling", "jaxserve.runner", "jaxserve.engine"),

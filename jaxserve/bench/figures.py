@@ -13,6 +13,7 @@ import psutil
 
 from jaxserve import __version__
 from jaxserve.bench.http import Timing
+from jaxserve.runner.host_memory import memory_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,10 @@ def _steady_rate(timings: Sequence[Timing]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine, the versions and the date of a measurement."""
+    """The machine, the versions and the date of a measurement.
+
+    ``memory_bytes`` and ``num_cores`` are what this process may use.
+    """
 
     processor: str
     num_cores: int
@@ -90,7 +94,7 @@ class Machine:
         return cls(
             processor=_processor(),
             num_cores=len(psutil.Process().cpu_affinity() or [0]),
-            memory_bytes=psutil.virtual_memory().total,
+            memory_bytes=memory_limit(),
             python=platform.python_version(),
             versions={"jaxserve": __version__, **packages},
             date=datetime.date.today().isoformat(),

@@ -24,8 +24,8 @@ from jaxserve.engine.memory import (
     SMALLER_STEPS,
     SMALLER_WEIGHTS,
     after_weights,
+    check_room_for_steps,
     explained,
-    warn_of_little,
 )
 from jaxserve.engine.sizing import resolve_sizes
 from jaxserve.engine.startup import Phase
@@ -229,7 +229,7 @@ def _allocate(
     # Reads the device again: the cache gets the memory that the weights have left.
     device = _device(config, chosen)
     sizes = _sizes(config, spec, chosen, device)
-    total = _bytes_per_token(spec, chosen) * sizes.block_size * sizes.num_blocks
+    total = _cache_bytes(spec, chosen, sizes)
     cache = kv_cache.abstract(
         **_cache_shape(spec, chosen),
         num_blocks=sizes.num_blocks,
@@ -237,7 +237,6 @@ def _allocate(
         placement=chosen.placement,
     )
     chosen.backend.check_cache(parts_on_each_device(cache))
-    warn_of_little(device, total)
     phase.update(0, total, f"{total / GIB:.2f} GiB in {chosen.cache_dtype}")
     kv = kv_cache.allocate(cache)
     phase.update(total, total, f"{total / GIB:.2f} GiB in {chosen.cache_dtype}")
@@ -248,7 +247,8 @@ def _check_memory(config: EngineConfig, spec: ModelSpec, chosen: Choices) -> Non
     """Refuses weights and sizes that do not fit, before the weights are loaded."""
     _, params = abstract_params(spec, chosen.layout, sharding=chosen.placement.sharding)
     device = after_weights(_device(config, chosen), bytes_on_each_device(params))
-    _sizes(config, spec, chosen, device)
+    sizes = _sizes(config, spec, chosen, device)
+    check_room_for_steps(device, _cache_bytes(spec, chosen, sizes))
 
 
 def _device(config: EngineConfig, chosen: Choices) -> Device:
@@ -273,6 +273,11 @@ def _sizes(config: EngineConfig, spec: ModelSpec, chosen: Choices, device: Devic
 def _bytes_per_token(spec: ModelSpec, chosen: Choices) -> int:
     """Returns the bytes of one token in one group of layers of the cache, on each device."""
     return kv_cache.bytes_per_token(**_cache_shape(spec, chosen)) // chosen.placement.num_devices
+
+
+def _cache_bytes(spec: ModelSpec, chosen: Choices, sizes: Sizes) -> int:
+    """Returns the bytes of the cache on each device."""
+    return _bytes_per_token(spec, chosen) * sizes.block_size * sizes.num_blocks
 
 
 def _cache_shape(spec: ModelSpec, chosen: Choices) -> dict[str, Any]:

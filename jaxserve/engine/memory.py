@@ -21,7 +21,7 @@ SMALLER_WEIGHTS = (
     "use --quantization int8, a 16-bit --dtype, more devices (--tensor-parallel-size) or a smaller "
     "model"
 )
-MORE_MEMORY = "give the process more memory (its cgroup, ulimit -v), or use a smaller model"
+MORE_MEMORY = "give the process more memory (its cgroup, ulimit -v) or use a smaller model"
 SMALLER_CACHE = "lower --num-blocks, --kv-cache-memory-mib or --memory-fraction"
 SMALLER_STEPS = (
     "lower --max-num-batched-tokens, --max-num-seqs or the KV cache (--kv-cache-memory-mib, "
@@ -29,27 +29,35 @@ SMALLER_STEPS = (
 )
 
 
-LITTLE_FOR_STEPS = CPU_STEP_BYTES // 2
-"""With less than this on a CPU, the steps of a small model may not fit."""
+TOO_LITTLE_FOR_STEPS = 64 * MIB
+"""With less than this on a CPU, not even the first program can be compiled."""
+
+LITTLE_FOR_STEPS = CPU_STEP_BYTES * 7 // 8
+"""With less than this on a CPU, the steps of a model of 135 million parameters do not fit."""
 
 
-def warn_of_little(device: Device, cache_bytes: int) -> None:
-    """Logs a warning if weights and cache leave a CPU little memory, before the kernel kills.
+def check_room_for_steps(device: Device, cache_bytes: int) -> None:
+    """Refuses or warns if weights and cache leave a CPU little memory, before the kernel kills.
 
     Args:
-      device: its free bytes before the cache is allocated.
+      device: its free bytes as they will be with the weights and without the cache.
       cache_bytes: of the cache on this device.
+
+    Raises:
+      ConfigError: nothing can run in what is left.
     """
     left = device.free_bytes - cache_bytes
-    if device.platform == "cpu" and left < LITTLE_FOR_STEPS:
-        logger.warning(
-            "only %.0f MiB are left to compile and run steps (%s); if the engine is killed, %s, or "
-            "%s",
-            left / MIB,
-            device.limited_by,
-            SMALLER_STEPS,
-            SMALLER_WEIGHTS,
-        )
+    if device.platform != "cpu" or left >= LITTLE_FOR_STEPS:
+        return
+    message = (
+        f"beside the weights and {cache_bytes / MIB:.0f} MiB of KV cache, only "
+        f"{max(left, 0) / MIB:.0f} MiB are left to compile and run steps, which take about "
+        f"{LITTLE_FOR_STEPS / MIB:.0f} MiB with a model of 135 million parameters "
+        f"({device.limited_by})"
+    )
+    if left < TOO_LITTLE_FOR_STEPS:
+        raise ConfigError(f"{message}; {MORE_MEMORY}, or {SMALLER_STEPS}")
+    logger.warning("%s; if the engine is killed, %s, or %s", message, SMALLER_STEPS, MORE_MEMORY)
 
 
 def after_weights(device: Device, weight_bytes: int) -> Device:

@@ -33,6 +33,7 @@ from jaxserve.llm.run import Encoded, answer_prompts
 from jaxserve.llm.settings import ask_for_memory, engine_config
 from jaxserve.openai.prompts import render_prompt
 from jaxserve.openai.protocol import ChatRequest
+from jaxserve.program.address_space import check_address_space
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -95,6 +96,8 @@ class LLM:
         os.environ.update(xla_flags(config.compile, os.environ))
         ask_for_memory(config, os.environ)
         files = ModelFiles.open(config.model)
+        if factory == FACTORY:
+            check_address_space()
         build = load_factory(factory)
         if len(names) < len(logits_processors):
             # A config cannot hold objects, so the factory gets all stages, in order.

@@ -12,14 +12,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import signal
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
+if __name__ == "__main__":
+    # Until `StopSignals` handles them, Ctrl-C ends the process at once and without a traceback, and
+    # these two do nothing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
 from jaxserve import cli
-from jaxserve.client.engine_client import EngineClient
+from jaxserve.client.engine_client import SHUTDOWN_TIMEOUT_S, EngineClient
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import ProgressLines
 from jaxserve.errors import JaxserveError
@@ -29,23 +37,34 @@ from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.launch import FACTORY
 from jaxserve.offline.batch_run import run_batch
 from jaxserve.offline.open_files import check_different, open_requests, open_results
+from jaxserve.offline.stopping import Stopping, until_stopped
 from jaxserve.openai.prompts import render_prompt
 from jaxserve.openai.protocol import ChatRequest
+from jaxserve.program.address_space import check_address_space
+from jaxserve.program.signals import restored_signals
+from jaxserve.program.stderr import StderrRelay, keep_quiet_at_exit, standard_streams
+from jaxserve.program.threads import in_daemon_thread
 from jaxserve.sampling_params import SamplingParams
-
-INTERRUPTED = 130
-"""Exit code of a run that a signal interrupted."""
 
 PROMPT_MAX_TOKENS = 256
 """The most tokens of a completion of --prompt without --max-tokens."""
 
 
 def main(argv: Sequence[str] | None = None, *, factory: str = FACTORY) -> int:
-    """Runs the program and returns its exit code.
+    """Runs the program within a process that goes on. Returns the exit code.
 
     Args:
       argv: the arguments; None: those of the process.
       factory: ``module:function`` that builds an engine.
+    """
+    with restored_signals():
+        return program(argv, factory=factory)
+
+
+def program(argv: Sequence[str] | None = None, *, factory: str = FACTORY) -> int:
+    """Runs the program and returns its exit code. Afterwards the process should end.
+
+    See `main` for the arguments, and `jaxserve.program.signals` for what signals do.
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -53,11 +72,21 @@ def main(argv: Sequence[str] | None = None, *, factory: str = FACTORY) -> int:
         parser.error("give either --input or --prompt")
     if (args.input is None) != (args.output is None):
         parser.error("--input needs --output, and --output needs --input")
-    try:
-        return asyncio.run(_until_interrupted(args, factory))
-    except (JaxserveError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    standard_streams()
+    with StderrRelay() as relay:
+        run = functools.partial(_run, args, factory, relay.num_columns)
+        try:
+            number = asyncio.run(until_stopped(run))
+        except (JaxserveError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            keep_quiet_at_exit()
+            return 1
+        if number is None:
+            return 0
+        print(f"stopped by {number.name}", file=sys.stderr)
+        if args.output is not None and args.output.is_file():
+            print(f"finished results are in {args.output}; --resume continues", file=sys.stderr)
+        return 128 + number
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -123,32 +152,29 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _until_interrupted(args: argparse.Namespace, factory: str) -> int:
-    """Answers the file or the prompts until SIGINT or SIGTERM. Returns the exit code."""
-    work = asyncio.current_task()
-    assert work is not None
-    for interrupt in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(interrupt, work.cancel)
-    try:
-        config = cli.read_engine_config(args)
-        if args.input is not None:
-            await _answer_file(args, config, factory)
-        else:
-            async with _open(config, factory) as text_engine:
-                for prompt in args.prompt:
-                    await _print_answer(text_engine, prompt, args)
-    except asyncio.CancelledError:
-        print("interrupted", file=sys.stderr)
-        if args.output is not None and args.output.is_file():
-            print(f"finished results are in {args.output}; --resume continues", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+async def _run(
+    args: argparse.Namespace, factory: str, bar_columns: int | None, stopping: Stopping
+) -> None:
+    """Answers the file or the prompts."""
+    config = cli.read_engine_config(args)
+    if factory == FACTORY:
+        check_address_space()
+    if args.input is not None:
+        await _answer_file(args, config, factory, bar_columns, stopping)
+        return
+    async with _open(config, factory, stopping) as text_engine:
+        for prompt in args.prompt:
+            if not stopping.is_finishing:
+                await _print_answer(text_engine, prompt, args)
 
 
 @asynccontextmanager
-async def _open(config: EngineConfig, factory: str) -> AsyncGenerator[TextEngine, None]:
+async def _open(
+    config: EngineConfig, factory: str, stopping: Stopping
+) -> AsyncGenerator[TextEngine, None]:
     """Loads the model and yields a text engine on it."""
-    files = ModelFiles.open(config.model)
+    # In a thread: it may be a download, and a signal must end that, too.
+    files = await in_daemon_thread(ModelFiles.open, config.model)
     client = await EngineClient.start(
         config, factory=factory, on_progress=ProgressLines(), waits_for_engines=True
     )
@@ -161,22 +187,37 @@ async def _open(config: EngineConfig, factory: str) -> AsyncGenerator[TextEngine
             names=[files.name, config.model.model],
             defaults=files.defaults,
         )
-        yield TextEngine(client, model, max_in_flight=sys.maxsize)
+        with stopping.can_finish():
+            yield TextEngine(client, model, max_in_flight=sys.maxsize)
     finally:
-        await client.close()
+        # After an interrupt, no step in flight is of use any more.
+        await client.close(timeout_s=0 if stopping.is_cancelled else SHUTDOWN_TIMEOUT_S)
 
 
-async def _answer_file(args: argparse.Namespace, config: EngineConfig, factory: str) -> None:
+async def _answer_file(
+    args: argparse.Namespace,
+    config: EngineConfig,
+    factory: str,
+    bar_columns: int | None,
+    stopping: Stopping,
+) -> None:
     requests = open_requests(args.input)
     check_different(args.input, args.output)
     results = open_results(args.output, resume=args.resume, overwrite=args.overwrite)
+    stopping.on_finish = requests.stop
 
     def limit(text_engine: TextEngine) -> int:
         num_rows = text_engine.model.ready.max_num_seqs * config.parallel.data_parallel_size
         return args.max_in_flight or 2 * num_rows
 
     try:
-        await run_batch(lambda: _open(config, factory), requests, results, limit=limit)
+        await run_batch(
+            lambda: _open(config, factory, stopping),
+            requests,
+            results,
+            limit=limit,
+            bar_columns=bar_columns,
+        )
     finally:
         results.close()
 
@@ -184,7 +225,7 @@ async def _answer_file(args: argparse.Namespace, config: EngineConfig, factory: 
 async def _print_answer(text_engine: TextEngine, prompt: str, args: argparse.Namespace) -> None:
     """Prints a completion piece by piece as it arrives."""
     if len(args.prompt) > 1:
-        print(f"> {prompt}")
+        print(f"> {prompt}", flush=True)
     if args.raw or text_engine.model.chat_template is None:
         ids = await text_engine.encode(prompt)
     else:
@@ -199,7 +240,7 @@ async def _print_answer(text_engine: TextEngine, prompt: str, args: argparse.Nam
     async with aclosing(text_engine.generate(request)) as deltas:
         async for delta in deltas:
             print(delta.text, end="", flush=True)
-    print()
+    print(flush=True)
 
 
 def _positive(text: str) -> int:
@@ -210,4 +251,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -20,6 +20,7 @@ from jaxserve.offline.open_files import Requests, Results
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.endpoints import ENDPOINTS
 from jaxserve.openai.protocol import GenerationRequest
+from jaxserve.program.threads import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +67,35 @@ class Totals:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The display of the progress of a run.
+
+    Attributes:
+      num_requests: the number of requests, if it is known.
+      bar_columns: the width of the bar; None: there is no bar.
+    """
+
+    num_requests: int | None
+    bar_columns: int | None
+
+    def bar(self) -> tqdm:
+        """Returns the bar, which shows nothing if there is none."""
+        return tqdm(
+            total=self.num_requests,
+            unit="request",
+            ncols=self.bar_columns,
+            disable=self.bar_columns is None,
+        )
+
+
 async def run_batch(
     open_engine: Callable[[], AbstractAsyncContextManager[TextEngine]],
     requests: Requests,
     results: Results,
     *,
     limit: Callable[[TextEngine], int],
+    bar_columns: int | None = None,
 ) -> Totals:
     """Answers every request that has no answer yet.
 
@@ -84,6 +108,7 @@ async def run_batch(
       requests: the input.
       results: the output. It is unchanged until the model is loaded.
       limit: returns the most requests in flight on an engine.
+      bar_columns: the width of a progress bar; None prints lines instead of a bar.
 
     Raises:
       EngineDeadError: the engine is dead; the requests in flight have no result.
@@ -103,10 +128,10 @@ async def run_batch(
             async with open_engine() as text_engine:
                 results.begin()
                 totals.began_s = time.monotonic()
-                num_requests = await asyncio.to_thread(requests.count)
+                progress = Progress(await in_daemon_thread(requests.count), bar_columns)
                 async with aclosing(_chain([*bad_lines, request], todo)) as rest:
                     await _answer_all(
-                        text_engine, rest, results, totals, num_requests, limit(text_engine)
+                        text_engine, rest, results, totals, progress, limit(text_engine)
                     )
             return totals
     results.begin()
@@ -141,7 +166,7 @@ async def _answer_all(
     requests: AsyncIterator[BatchRequest | BadLine],
     results: Results,
     totals: Totals,
-    num_requests: int | None,
+    progress: Progress,
     limit: int,
 ) -> None:
     """Answers requests, with up to ``limit`` in flight, and shows the progress."""
@@ -156,9 +181,8 @@ async def _answer_all(
         # A reader of the results that is slow holds new requests back.
         await results.flush()
 
-    with_bar = sys.stderr.isatty()
-    with tqdm(total=num_requests, unit="request", disable=not with_bar) as bar:
-        reporter = asyncio.create_task(_report(totals, num_requests, silent=with_bar))
+    with progress.bar() as bar:
+        reporter = asyncio.create_task(_report(totals, progress))
         try:
             await for_each(requests, work, limit=limit)
         finally:
@@ -204,8 +228,9 @@ async def answer(text_engine: TextEngine, request: BatchRequest | BadLine) -> Ba
     return BatchResult.of_body(request.custom_id, reply)
 
 
-async def _report(totals: Totals, num_requests: int | None, *, silent: bool) -> None:
-    of_all = "" if num_requests is None else f"of {num_requests}: "
-    while not silent:
+async def _report(totals: Totals, progress: Progress) -> None:
+    """Prints the counts now and then if there is no bar."""
+    of_all = "" if progress.num_requests is None else f"of {progress.num_requests}: "
+    while progress.bar_columns is None:
         await asyncio.sleep(REPORT_INTERVAL_S)
         print(f"{of_all}{totals.describe()}", file=sys.stderr, flush=True)

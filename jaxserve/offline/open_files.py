@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
+import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +21,7 @@ STDOUT_NAMES = (Path("-"), Path("/dev/stdout"), Path("/dev/fd/1"))
 
 
 class Requests(Protocol):
-    """The lines of the input."""
+    """The lines of the input, until `stop`."""
 
     def lines(self) -> AsyncGenerator[bytes, None]:
         """Yields the lines, each when it is needed. Raises OSError."""
@@ -27,6 +29,10 @@ class Requests(Protocol):
 
     def count(self) -> int | None:
         """Returns the number of lines that are not empty; None if it is unknown. Blocks."""
+        ...
+
+    def stop(self) -> None:
+        """Ends `lines`, even while it waits for the next one."""
         ...
 
 
@@ -61,11 +67,14 @@ class RequestFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._is_stopped = False
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
         """See `Requests.lines`."""
         with self._path.open("rb") as file:
             for line in file:
+                if self._is_stopped:
+                    return
                 yield line
 
     def count(self) -> int | None:
@@ -73,19 +82,28 @@ class RequestFile:
         with self._path.open("rb") as file:
             return sum(1 for line in file if line.strip())
 
+    def stop(self) -> None:
+        """See `Requests.stop`."""
+        self._is_stopped = True
+
 
 class RequestStream:
     """An input that can be read only once, such as a pipe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._stopped = asyncio.Event()
 
     def lines(self) -> AsyncGenerator[bytes, None]:
         """See `Requests.lines`."""
-        return read_lines(self._open)
+        return read_lines(self._open, self._stopped)
 
     def count(self) -> None:
         """See `Requests.count`."""
+
+    def stop(self) -> None:
+        """See `Requests.stop`."""
+        self._stopped.set()
 
     def _open(self) -> int:
         return os.dup(STDIN) if self._path in STDIN_NAMES else os.open(self._path, os.O_RDONLY)
@@ -98,6 +116,8 @@ def open_requests(path: Path) -> Requests:
       ConfigError: there is no such file, or it is a folder.
     """
     if path in STDIN_NAMES:
+        if sys.stdin is None:
+            raise ConfigError("the standard input, from which --input reads, is closed")
         return RequestStream(path)
     if not path.exists():
         raise ConfigError(f"there is no file {path}")
@@ -115,6 +135,8 @@ def open_results(path: Path, *, resume: bool, overwrite: bool) -> Results:
     """
     if path not in STDOUT_NAMES and (not path.exists() or path.is_file() or path.is_dir()):
         return ResultFile(path, resume=resume, overwrite=overwrite)
+    if path in STDOUT_NAMES and sys.stdout is None:
+        raise ConfigError("the standard output, to which --output writes, is closed")
     if resume:
         raise ConfigError(f"--resume needs a file of results, and {path} cannot be read again")
 

@@ -27,8 +27,12 @@ Open = Callable[[], int]
 """Opens a file and returns its descriptor; may block."""
 
 
-async def read_lines(open_file: Open) -> AsyncGenerator[bytes, None]:
+async def read_lines(
+    open_file: Open, stopped: asyncio.Event | None = None
+) -> AsyncGenerator[bytes, None]:
     """Yields the lines of a stream as they arrive, with their line ends.
+
+    Ends when ``stopped`` is set; a line that has arrived in part is not yielded then.
 
     Raises:
       OSError: the stream cannot be opened or read.
@@ -52,20 +56,26 @@ async def read_lines(open_file: Open) -> AsyncGenerator[bytes, None]:
             _call(loop, arrived.put_nowait, error)
 
     threading.Thread(target=read, name="input", daemon=True).start()
+    stopped = stopped or asyncio.Event()
+    stopping = asyncio.create_task(stopped.wait())
+    stopping.add_done_callback(lambda _: arrived.put_nowait(b""))  # wakes the loop below
     begun: list[bytes] = []
     try:
-        while chunk := await arrived.get():
+        while (chunk := await arrived.get()) and not stopped.is_set():
             if isinstance(chunk, OSError):
                 raise chunk
             room.release()
             *whole, last = chunk.split(b"\n")
             for end in whole:
+                if stopped.is_set():
+                    return
                 yield b"".join([*begun, end, b"\n"])
                 begun.clear()
             begun.append(last)
-        if any(begun):
+        if any(begun) and not stopped.is_set():
             yield b"".join(begun)
     finally:
+        stopping.cancel()
         closed.set()
         room.release()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -25,10 +25,12 @@ class FreeMemory:
     Attributes:
       num_bytes: bytes, at least 0.
       limited_by: what limits it, for messages.
+      limit_bytes: the limit, of which a part is in use.
     """
 
     num_bytes: int
     limited_by: str
+    limit_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,20 @@ def free_memory(proc: Path = PROC) -> FreeMemory:
 
     ``proc`` is the folder of the proc file system; without one, only the machine and rlimits count.
     """
-    found = [FreeMemory(psutil.virtual_memory().available, "the memory of the machine")]
-    found += _under_cgroups(proc)
-    found += _under_rlimits(proc)
-    tightest = min(found, key=lambda each: each.num_bytes)
-    return FreeMemory(max(tightest.num_bytes, 0), tightest.limited_by)
+    tightest = min(_limits(proc), key=lambda each: each.num_bytes)
+    return replace(tightest, num_bytes=max(tightest.num_bytes, 0))
+
+
+def memory_limit(proc: Path = PROC) -> int:
+    """Returns the bytes that the machine, or the tightest limit below that, has in all."""
+    return min(each.limit_bytes for each in _limits(proc))
+
+
+def _limits(proc: Path) -> Iterator[FreeMemory]:
+    machine = psutil.virtual_memory()
+    yield FreeMemory(machine.available, "the memory of the machine", machine.total)
+    yield from _under_cgroups(proc)
+    yield from _under_rlimits(proc)
 
 
 def _under_cgroups(proc: Path) -> Iterator[FreeMemory]:
@@ -70,7 +81,10 @@ def _under_cgroups(proc: Path) -> Iterator[FreeMemory]:
                 continue
             # The kernel drops pages of files before it kills.
             used -= _page_cache(folder / "memory.stat", version)
-            yield FreeMemory(limit - used, f"{name} of the cgroup {folder}: {limit >> 20} MiB")
+            what = f"{name} of the cgroup {folder}: {limit >> 20} MiB"
+            # By all its processes, so the front counts, too.
+            what += f", of which its processes use {used >> 20} MiB"
+            yield FreeMemory(limit - used, what, limit)
 
 
 def _cgroups(proc: Path) -> Iterator[tuple[Path, _Version]]:
@@ -116,7 +130,8 @@ def _under_rlimits(proc: Path) -> Iterator[FreeMemory]:
         limit, _ = resource.getrlimit(limit_of)
         if limit != resource.RLIM_INFINITY and sizes:
             used = int(sizes[place]) * resource.getpagesize()
-            yield FreeMemory(limit - used, f"the limit of this process, {name}: {limit >> 20} MiB")
+            what = f"the limit of this process, {name}: {limit >> 20} MiB"
+            yield FreeMemory(limit - used, f"{what}, of which it uses {used >> 20} MiB", limit)
 
 
 def _number(path: Path) -> int | None:

@@ -18,6 +18,10 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".program"
+AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"
+"""The folder in which XLA keeps the fastest variants of operations on a GPU. jax puts it into that
+of the compiled programs; see ``jax_persistent_cache_enable_xla_caches``."""
+
 TEMPORARY = ".tmp"
 
 MAGIC = b"jaxserve program 1\n"
@@ -38,7 +42,8 @@ class ProgramFolder:
 
     Args:
       path: an existing folder. If it cannot be written to, programs are only read.
-      max_bytes: the size of all entries together. The least recently used ones are removed.
+      max_bytes: the size of all entries together, and of the files in `AUTOTUNED`. The least
+        recently used ones are removed.
     """
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
@@ -95,33 +100,39 @@ class ProgramFolder:
         return self._path / f"{key}{SUFFIX}"
 
     def _make_room(self, num_bytes: int, key: str) -> bool:
-        """Removes the least recently used entries until ``num_bytes`` more fit for ``key``.
+        """Removes the least recently used files until ``num_bytes`` more fit for ``key``.
 
         Returns:
           Whether they fit without the removal of a program that this process uses.
         """
-        entries: list[tuple[int, int, str]] = []
-        try:
-            for file in os.scandir(self._path):
-                if file.name.endswith(SUFFIX) and file.name != self._entry(key).name:
-                    with contextlib.suppress(FileNotFoundError):  # another process removed it
-                        status = file.stat()
-                        entries.append((status.st_mtime_ns, status.st_size, file.name))
-        except OSError as error:
-            self._log_once("list", f"cannot list compiled programs in {self._path}", error)
-        total = sum(size for _, size, _ in entries) + num_bytes
-        for _, size, name in sorted(entries):
+        files = self._files(besides=self._entry(key))
+        total = sum(size for _, size, _ in files) + num_bytes
+        for _, size, path in sorted(files):
             if total <= self._max_bytes:
                 break
-            if name.removesuffix(SUFFIX) in self._used:
+            if path.parent == self._path and path.name.removesuffix(SUFFIX) in self._used:
                 continue
             try:
-                (self._path / name).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             except OSError as error:
                 self._log_once("remove", f"cannot remove old programs in {self._path}", error)
                 continue
             total -= size
         return total <= self._max_bytes
+
+    def _files(self, *, besides: Path) -> list[tuple[int, int, Path]]:
+        """Returns (time of the last use in ns, size in bytes, path) of each file that counts."""
+        files: list[tuple[int, int, Path]] = []
+        try:
+            found = [p for p in self._path.glob(f"*{SUFFIX}") if p != besides]
+            found += (self._path / AUTOTUNED).glob("*.*")
+            for path in found:
+                with contextlib.suppress(FileNotFoundError):  # another process removed it
+                    status = path.stat()
+                    files.append((status.st_mtime_ns, status.st_size, path))
+        except OSError as error:
+            self._log_once("list", f"cannot list compiled programs in {self._path}", error)
+        return files
 
     def _remove_leftovers(self) -> None:
         """Removes temporary files of processes that ended while they wrote."""

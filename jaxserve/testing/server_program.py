@@ -28,6 +28,7 @@ class ServerProgram:
       *args: the arguments of the server.
       cwd: its working directory, where it finds the model.
       shell: a shell command that runs before the server, in its process, such as ``ulimit -n 64``.
+      program: the arguments of Python that run another program instead.
       stderr: the file descriptor of its standard error output; None reads it into ``output``.
       **environment: variables that replace those of this process.
     """
@@ -37,10 +38,11 @@ class ServerProgram:
         *args: object,
         cwd: Path = ROOT,
         shell: str | None = None,
+        program: Sequence[str] = ("-m", "server"),
         stderr: int | None = None,
         **environment: str,
     ) -> None:
-        command = [sys.executable, "-m", "server", *map(str, args)]
+        command = [sys.executable, *program, *map(str, args)]
         if shell is not None:
             command = ["sh", "-c", f'{shell}; exec "$@"', "sh", *command]
         self._changed = threading.Condition()
@@ -85,10 +87,10 @@ class ServerProgram:
         assert match, self.output
         return match
 
-    def wait_for_imports(self) -> None:
-        """Waits until the process is importing packages."""
+    def wait_for_imports(self, package: str = "msgspec") -> None:
+        """Waits until the process has imported the native part of a package."""
         maps = Path(f"/proc/{self.process.pid}/maps")
-        wait_until(lambda: "msgspec" in maps.read_text())
+        wait_until(lambda: package in maps.read_text())
 
     def signal(self, *numbers: int) -> None:
         """Sends signals to the front alone."""

@@ -10,6 +10,8 @@ from server.testing import flags
 
 LIMIT = 4 << 30
 
+PROGRAMS = (("-m", "server", "--port", "0"), ("-m", "jaxserve.offline", "--prompt", "hi"))
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
@@ -41,3 +43,19 @@ def test_a_cache_beyond_memory_is_one_sentence(checkpoint, asked, named, is_limi
     assert "use at most" in line
     if is_limited:
         assert "ulimit -v: 4096 MiB" in line
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["server", "offline"])
+def test_a_limit_below_the_needs_of_jax_is_one_sentence(checkpoint, program):
+    """JAX itself raises an ImportError, or ends the process with SIGABRT, at some such limits."""
+    command = [sys.executable, *program, *flags(model=checkpoint)]
+    run = subprocess.run(
+        ["sh", "-c", 'ulimit -v 1200000 && exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 1
+    (line,) = [line for line in run.stderr.splitlines() if "starting" not in line]
+    assert line.startswith("error: a process may use 1171 MiB of address space (ulimit -v)")
+    assert "JAX needs about" in line

@@ -22,7 +22,7 @@ from jaxserve.core.kv_cache_manager import KVCacheManager
 from jaxserve.core.plan import Sizes
 from jaxserve.core.request import Request
 from jaxserve.device import Device
-from jaxserve.engine.memory import after_weights, explained, warn_of_little
+from jaxserve.engine.memory import after_weights, check_room_for_steps, explained
 from jaxserve.engine.sizing import resolve_dtype, resolve_sizes
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import Submit
@@ -327,10 +327,15 @@ class TestExplained:
 
 
 def test_little_memory_for_steps_is_said_before_they_run(caplog) -> None:
-    warn_of_little(CONTAINER, 600 * MIB)
+    check_room_for_steps(CONTAINER, 400 * MIB)
     assert caplog.text == ""
-    warn_of_little(dataclasses.replace(GPU, free_bytes=MIB), MIB)
+    check_room_for_steps(dataclasses.replace(GPU, free_bytes=MIB), MIB)
     assert caplog.text == ""
-    warn_of_little(CONTAINER, 700 * MIB)
-    for part in ("170 MiB", CONTAINER.limited_by, "--max-num-seqs", "--quantization int8"):
+    check_room_for_steps(CONTAINER, 700 * MIB)
+    parts = ("700 MiB of KV cache", CONTAINER.limited_by, "--max-num-seqs", "a smaller model")
+    for part in ("170 MiB", *parts):
         assert part in caplog.text
+    for cache_mib, left in ((820, "50 MiB are left"), (900, "0 MiB are left")):
+        with pytest.raises(ConfigError, match=left) as caught:
+            check_room_for_steps(CONTAINER, cache_mib * MIB)
+        assert CONTAINER.limited_by in str(caught.value)

@@ -78,7 +78,7 @@ def test_free_memory_is_that_of_the_fullest_gpu_of_the_engine(monkeypatch):
 
 
 def test_simulated_devices_share_the_memory_of_the_cpu(monkeypatch):
-    monkeypatch.setattr(device, "free_memory", lambda: FreeMemory(1000, "a limit"))
+    monkeypatch.setattr(device, "free_memory", lambda: FreeMemory(1000, "a limit", 1 << 40))
     found = [current_device(count=n) for n in (1, 4)]
     assert [each.free_bytes for each in found] == [1000, 250]
     assert [each.limited_by for each in found] == ["a limit", "a limit"]

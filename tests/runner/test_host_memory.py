@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from jaxserve.runner.host_memory import free_memory
+from jaxserve.runner.host_memory import free_memory, memory_limit
 
 MIB = 1 << 20
 UNLIMITED = 9223372036854771712  # what version 1 says without a limit
@@ -19,7 +19,7 @@ MACHINE = "the memory of the machine"
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """A machine with 8000 MiB of free memory, and no limit of the process."""
-    memory = SimpleNamespace(available=8000 * MIB)
+    memory = SimpleNamespace(available=8000 * MIB, total=9000 * MIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
@@ -72,7 +72,7 @@ class TestVersion1:
         cgroup = f"9:name=systemd:/x\n4:cpu,memory:{path}\n0::/\n"
         found = free_memory(proc(tmp_path, cgroup, V1.format(root=root)))
         assert found.num_bytes == 1000 * MIB
-        assert "1300 MiB" in found.limited_by
+        assert "1300 MiB, of which its processes use 300 MiB" in found.limited_by
 
     def test_the_smallest_limit_of_all_parents_counts(self, tmp_path):
         write_v1(tmp_path / "cg", UNLIMITED)
@@ -81,11 +81,13 @@ class TestVersion1:
         found = free_memory(proc(tmp_path, "4:memory:/a/b\n", V1.format(root="/")))
         assert found.num_bytes == 100 * MIB
         assert str(tmp_path / "cg/a:") in found.limited_by
+        assert memory_limit(tmp_path / "proc") == 900 * MIB
 
     def test_no_limit(self, tmp_path):
         write_v1(tmp_path / "cg", UNLIMITED, used=5000 * MIB)
         found = free_memory(proc(tmp_path, "4:memory:/\n", V1.format(root="/")))
         assert found.limited_by == MACHINE
+        assert memory_limit(tmp_path / "proc") == 9000 * MIB
 
 
 class TestVersion2:
@@ -130,6 +132,7 @@ def test_limits_of_the_process(tmp_path, monkeypatch, which, pages, name):
     found = free_memory(proc(tmp_path, "", ""))
     assert found.num_bytes == 500 * MIB - pages * resource.getpagesize()
     assert name in found.limited_by
+    assert memory_limit(tmp_path / "proc") == 500 * MIB
 
 
 def test_a_real_limit_of_a_process():

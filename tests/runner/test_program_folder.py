@@ -4,9 +4,10 @@ import os
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
-from jaxserve.runner.program_folder import LEFTOVER_S, ProgramFolder
+from jaxserve.runner.program_folder import AUTOTUNED, LEFTOVER_S, ProgramFolder
 
 SIZE = len(b"jaxserve program 1\n") + 32
 """Bytes of an entry besides its program."""
@@ -86,6 +87,29 @@ def test_the_least_recently_used_are_removed(tmp_path: Path) -> None:
     make(tmp_path, 2 * (SIZE + 100)).put("f", value)
     (tmp_path / "notes.txt").unlink()
     assert kept(tmp_path) == {"e", "f"}
+
+
+def test_what_xla_has_autotuned_counts_and_is_removed(tmp_path: Path) -> None:
+    value = bytes(100)
+    tuned = tmp_path / AUTOTUNED
+    (tuned / "tmp").mkdir(parents=True)
+    for i in range(3):
+        (tuned / f"{i}.textproto").write_bytes(bytes(SIZE + 100))
+        os.utime(tuned / f"{i}.textproto", (i, i))
+    programs = make(tmp_path, 4 * (SIZE + 100))
+    programs.put("a", value)
+    assert names(tuned) == {"tmp", *(f"{i}.textproto" for i in range(3))}
+    programs.put("b", value)
+    programs.put("c", value)
+    assert names(tuned) == {"tmp", "2.textproto"}
+    programs.put("d", value)
+    assert names(tuned) == {"tmp"}
+    assert names(tmp_path) == {AUTOTUNED, *(f"{key}.program" for key in "abcd")}
+
+
+def test_the_folder_of_autotuned_variants_has_the_name_that_jax_gives_it(tmp_path) -> None:
+    value = jax.config._value_holders["jax_persistent_cache_enable_xla_caches"].value
+    assert value == AUTOTUNED
 
 
 def test_programs_in_use_are_not_removed_for_others(tmp_path: Path, caplog) -> None:

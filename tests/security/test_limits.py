@@ -268,6 +268,10 @@ def test_the_table_of_limits_matches_the_code() -> None:
             write_watch.IDLE_S + write_watch.PROBE_INTERVAL_S * write_watch.NUM_PROBES
         ],
         "time to receive a body": [api.body_timeout],
+        "pause of a body of over 64 KiB, and its slowest rate, while others need its memory": [
+            body_memory.PAUSE_S,
+            body_memory.MIN_BYTES_PER_S >> 10,
+        ],
         "head: request line and headers": [server_http.MAX_HEAD_BYTES >> 10],
         "time to receive the head; time that a connection may be idle": [
             serving.keep_alive_timeout

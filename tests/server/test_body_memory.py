@@ -1,9 +1,11 @@
 """All bodies in flight share one limit of memory; small bodies always have room."""
 
 import asyncio
+import contextlib
 import gzip
 import json
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from starlette.exceptions import HTTPException
@@ -12,7 +14,7 @@ from jaxserve.config import MIB
 from jaxserve.errors import ConfigError
 from jaxserve.testing.waiting import until
 from server.app import create_app
-from server.body_memory import FREE_BYTES, BodyMemory
+from server.body_memory import FREE_BYTES, MIN_BYTES_PER_S, PAUSE_S, BodyMemory, BodyShare
 from server.settings import ApiSettings
 from server.state import ServerState
 
@@ -126,3 +128,121 @@ async def test_a_decompressed_body_counts_in_full(make_client, check_error) -> N
         reply = await client.post("/v1/completions", content=body, headers=headers)
         check_error(reply, 503)
         assert memory.num_bytes == 2 * MIB
+
+
+# Bodies that are too slow.
+
+
+class Clock:
+    """A clock that stands still."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def shares(clock) -> Iterator[list[BodyShare]]:
+    """Four shares of one memory of 1000 bytes, which record that they are evicted."""
+    memory = BodyMemory(1000, clock=clock)
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(memory.share()) for _ in range(4)]
+    assert memory.num_bytes == 0
+
+
+def evicted(shares: list[BodyShare]) -> list[int]:
+    return [i for i, share in enumerate(shares) if share.is_evicted]
+
+
+def test_the_longest_pause_ends_first_and_no_more_than_necessary(clock, shares) -> None:
+    for share in shares[:3]:
+        share.grow_to(FREE_BYTES + 300)
+        clock.now_s += 1.0
+    clock.now_s += PAUSE_S
+    shares[3].grow_to(FREE_BYTES + 100)
+    assert evicted(shares) == []
+    shares[3].grow_to(FREE_BYTES + 200)
+    assert evicted(shares) == [0]
+    shares[3].grow_to(FREE_BYTES + 900)
+    assert evicted(shares) == [0, 1, 2]
+    assert shares[3]._memory.num_bytes == 900
+    for share in shares[:3]:
+        with pytest.raises(HTTPException, match="paused for over 2 s") as caught:
+            share.grow_to(FREE_BYTES + 301)
+        assert caught.value.status_code == 408
+        with pytest.raises(HTTPException):
+            share.received()
+
+
+def test_nothing_is_evicted_in_vain(clock, shares) -> None:
+    """Bodies that are in time, that have arrived, or that take nothing keep what they have."""
+    for share in shares[:3]:
+        share.grow_to(FREE_BYTES + 300)
+    shares[0].received()
+    clock.now_s += PAUSE_S + 1
+    shares[1].grow_to(FREE_BYTES + 301)
+    clock.now_s += 1 / MIN_BYTES_PER_S / 2
+    with pytest.raises(HTTPException) as caught:  # the third alone has too little
+        shares[3].grow_to(FREE_BYTES + 400)
+    assert caught.value.status_code == 503
+    assert evicted(shares) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_body_at_the_slowest_rate_is_never_evicted(seed) -> None:
+    """Whatever its pieces and the pauses between them, up to `PAUSE_S`."""
+    rng, clock = random.Random(seed), Clock()
+    memory = BodyMemory(4 * MIB, clock=clock)
+    with memory.share() as slow:
+        size = 0
+        while size < 2 * MIB:
+            pause_s = rng.uniform(0, PAUSE_S)
+            clock.now_s += pause_s
+            memory.make_room(4 * MIB)  # evicts the body if it may
+            size += max(int(pause_s * MIN_BYTES_PER_S) + 1, rng.randrange(1 << 16))
+            slow.grow_to(size)
+        slow.received()
+
+
+def test_a_trickle_is_no_progress(clock) -> None:
+    memory = BodyMemory(1000, clock=clock)
+    with memory.share() as trickle, memory.share() as other:
+        trickle.grow_to(FREE_BYTES + 900)
+        for i in range(5):
+            clock.now_s += 1.0
+            trickle.grow_to(FREE_BYTES + 901 + i)
+        clock.now_s += 0.5
+        other.grow_to(FREE_BYTES + 1000)
+        assert trickle.is_evicted
+
+
+async def test_paused_uploads_do_not_lock_out_another(make_client, check_error, clock) -> None:
+    async def paused() -> AsyncIterator[bytes]:
+        yield START
+        await asyncio.Event().wait()
+
+    async with make_client(max_body_mib=1, max_body_memory_mib=1) as client:
+        memory = client._transport.app.state.body_memory
+        memory.clock = clock
+        post = client.post
+        uploads = [asyncio.create_task(post("/v1/completions", content=paused())) for _ in "12"]
+        await until(lambda: memory.num_bytes == 2 * (len(START) - FREE_BYTES))
+        whole = START + b'"}'
+        check_error(await post("/v1/completions", content=whole), 503)
+        clock.now_s += PAUSE_S + 0.1
+        assert (await post("/v1/completions", content=whole)).status_code == 200
+        done, waiting = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
+        assert (len(done), len(waiting)) == (1, 1), "one was enough"
+        (ended,) = done
+        assert "other requests needed its memory" in check_error(ended.result(), 408)
+        assert ended.result().headers["connection"] == "close"
+        for upload in waiting:
+            upload.cancel()
+        await asyncio.wait(uploads)
+        await until(lambda: memory.num_bytes == 0)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from jaxserve.program.stderr import MAX_BUFFERED_BYTES, STDERR, StderrRelay
 from jaxserve.testing.waiting import wait_until
-from server.stderr import MAX_BUFFERED_BYTES, STDERR, StderrRelay
 
 LINE = b"x" * 99 + b"\n"
 
@@ -164,7 +164,7 @@ def test_a_terminal_that_is_closed_does_not_disturb() -> None:
 
 def test_streams_that_were_closed_are_opened() -> None:
     code = (
-        "import os, sys; from server.stderr import standard_streams;"
+        "import os, sys; from jaxserve.program.stderr import standard_streams;"
         "assert sys.stderr is None; stream = standard_streams();"
         "print('nobody reads this', file=sys.stderr); assert stream is sys.stderr;"
         "assert [os.readlink(f'/proc/self/fd/{n}') for n in range(3)] == ['/dev/null'] * 3;"

@@ -1,4 +1,4 @@
-"""Keeps the log of a server from stopping it: nothing waits for the reader of standard error."""
+"""Keeps the log of a program from stopping it: nothing waits for the reader of standard error."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import threading
 from typing import TextIO
 
 STDERR = 2
+
+DEFAULT_COLUMNS = 80
+"""The width of a terminal that does not tell."""
 
 READ_BYTES = 64 * 1024
 """Bytes read from the pipe at once."""
@@ -35,11 +38,15 @@ class StderrRelay:
 
     Attributes:
       is_terminal: whether the original output is a terminal.
+      num_columns: the width of that terminal, or None.
       num_lost: lines that were dropped and that the log does not count yet.
     """
 
     def __init__(self) -> None:
         self.is_terminal = os.isatty(STDERR)
+        self.num_columns: int | None = None
+        if self.is_terminal:
+            self.num_columns = os.get_terminal_size(STDERR).columns or DEFAULT_COLUMNS
         self.num_lost = 0
         self._output = os.dup(STDERR)
         self._pipe, write_end = os.pipe()
@@ -137,3 +144,18 @@ def standard_streams() -> TextIO:
     if sys.stderr is None:  # because the descriptor was closed when Python started
         sys.stderr = os.fdopen(STDERR, "w", buffering=1, errors="backslashreplace", closefd=False)
     return sys.stderr
+
+
+def keep_quiet_at_exit() -> None:
+    """Drops what the standard output still holds if nobody reads it.
+
+    Otherwise Python tries once more to write it when it exits, and complains.
+    """
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(discard, sys.stdout.fileno())
+        os.close(discard)

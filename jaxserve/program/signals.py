@@ -1,9 +1,10 @@
-"""The signals that stop a server.
+"""The signals that stop a server or a batch run.
 
-    signal                    requests in flight
-    SIGTERM, SIGHUP, SIGINT   may finish within the shutdown timeout
+    signal                    requests in flight of a server      of a batch run
+    SIGTERM, SIGHUP, SIGINT   may finish within the shutdown      end: they run again with --resume
+                              timeout
     SIGQUIT                   may take as long as they need, until one of the signals above arrives
-    SIGINT after any of them  are aborted at once
+    SIGINT after any of them  are aborted at once                 the process is killed
     SIGUSR1, SIGUSR2          go on: the log is standard error, and there is no file to reopen
 
 A second SIGTERM or SIGHUP changes nothing: shells, ``timeout`` and service managers may send a
@@ -14,18 +15,35 @@ ignored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import signal
+from collections.abc import Iterator
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
+@contextlib.contextmanager
+def restored_signals() -> Iterator[None]:
+    """Restores what signals do when the block exits, for a process that goes on."""
+    before = {number: signal.getsignal(number) for number in (*STOPPING, *IGNORED)}
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+
+
 class StopSignals:
-    """Handles the signals of this process while a server runs in its event loop.
+    """Handles the signals of this process while its program runs in an event loop.
 
     Use it as a context manager, on the main thread. When it exits, the process is about to end:
     signals are ignored from then on, so that a late one changes neither the exit code nor the log.
+
+    Args:
+      interrupt_kills: whether a SIGINT kills this process once another signal but SIGQUIT has
+        arrived, even if the event loop is blocked.
 
     Attributes:
       stop: set to the number of the first signal that stops the server.
@@ -33,7 +51,8 @@ class StopSignals:
       at_once: set as soon as requests have no time to finish.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, interrupt_kills: bool = False) -> None:
+        self._interrupt_kills = interrupt_kills
         self._loop = loop = asyncio.get_running_loop()
         self.stop: asyncio.Future[int] = loop.create_future()
         self.limited: asyncio.Future[None] = loop.create_future()
@@ -58,6 +77,8 @@ class StopSignals:
             signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, _: object) -> None:
+        if self._interrupt_kills and number != signal.SIGQUIT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         self._loop.call_soon_threadsafe(self._handle, number)
 
     def _handle(self, number: int) -> None:

@@ -19,6 +19,8 @@ from jaxserve.client.engine_client import SHUTDOWN_TIMEOUT_S, EngineClient
 from jaxserve.client.protocol import Engine
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.front.counts import Counts, LocalCounts
+from jaxserve.front.metrics import StepMetrics, num_cells
 from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.program.signals import StopSignals
@@ -60,7 +62,7 @@ async def serve(
       EngineDeadError: no engine is left.
       JaxserveError: the server cannot start.
     """
-    state = ServerState()
+    state = ServerState(counts=LocalCounts(num_cells(config.parallel.data_parallel_size)))
     state.config = config
     http = http_server(create_app(state, api, is_local=is_local(listeners)), settings)
     with StopSignals() as signals, _background(watch_open_files()):
@@ -116,8 +118,10 @@ async def _start(
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
-    text_engine = make_text_engine(client, files, api, settings, chat_template=template)
-    client.on_outputs = text_engine.metrics.step_done
+    text_engine = make_text_engine(
+        client, files, api, settings, chat_template=template, counts=state.counts
+    )
+    client.on_outputs = StepMetrics(state.counts.own).step_done
     # All objects so far live as long as the process, so the garbage collector need not scan them.
     gc.collect()
     gc.freeze()
@@ -131,6 +135,7 @@ def make_text_engine(
     settings: ServerSettings,
     *,
     chat_template: str | None,
+    counts: Counts | None = None,
 ) -> TextEngine:
     """Returns a text engine on ``engine`` with these settings. Raises ConfigError."""
     model = ServedModel.create(
@@ -143,7 +148,7 @@ def make_text_engine(
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
     )
-    return TextEngine(engine, model, max_in_flight=api.max_queue)
+    return TextEngine(engine, model, max_in_flight=api.max_queue, counts=counts)
 
 
 async def _unless_stopped(stop: asyncio.Future[int], work: Coroutine[Any, Any, T]) -> T:

@@ -149,7 +149,8 @@ class GrammarWorker:
         Raises:
           TooMuchWorkError: the check took too much time or memory.
           InvalidRequestError: the grammar cannot be followed.
-          RuntimeError: the process cannot be started, its code has a defect, or the worker is closed.
+          RuntimeError: the process cannot be started, its code has a defect, or the worker is
+            closed.
         """
         verdict = _ask(self._running(), Check(grammar, self._time_s))
         if verdict is None:

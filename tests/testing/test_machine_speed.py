@@ -14,7 +14,7 @@ def test_a_faster_machine_counts_as_the_reference() -> None:
 
 def test_the_slower_moment_counts_and_in_each_the_fastest_run(monkeypatch) -> None:
     before, after = [0.3, 0.2, 0.4], [0.9, 0.6, 0.5]
-    assert RUNS == len(before)
+    assert len(before) == RUNS
     readings = iter([time for seconds in before + after for time in (0.0, seconds)])
     monkeypatch.setattr(machine_speed.time, "thread_time", lambda: next(readings))
     with Reference(nothing, seconds=0.1).measuring() as slowness:

@@ -126,6 +126,4 @@ def decode_event_in_parts(data: bytes) -> Generator[None, None, EngineEvent]:
                 positions += map(_position_decoder.decode, part)
             output = msgspec.structs.replace(output, prompt_logprobs=positions)
         outputs.append(output)
-    return StepOutputs(
-        step.engine, outputs, step.stats, step.num_submits, step.num_other_submits
-    )
+    return StepOutputs(step.engine, outputs, step.stats, step.num_submits, step.num_other_submits)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import logging
@@ -51,7 +52,7 @@ from jaxserve.ipc.messages import (
     Submit,
 )
 from jaxserve.ipc.signals import leave_signals_to_the_front
-from jaxserve.ipc.transport import RequestReceiver
+from jaxserve.ipc.transport import EventSender, RequestReceiver
 from jaxserve.ipc.wire_ids import split
 
 HEARTBEAT_S = 1.0
@@ -172,7 +173,8 @@ def serve(launch: Launch) -> int:
     inbox: Inbox = queue.SimpleQueue()
     outbox: Outbox = queue.SimpleQueue()
     receiver = RequestReceiver(context, launch.requests_address)
-    senders = EventSenders(context, launch.engine, launch.events_address)
+    connect = functools.partial(EventSender, context)
+    senders = EventSenders(connect, launch.engine, launch.events_address)
     output = _start_thread("output", _send_events, outbox, senders)
     _start_thread("input", _receive_requests, receiver, inbox, Arrivals(outbox.put))
     core: EngineCore | None = None

@@ -6,14 +6,17 @@ Three threads, so that sockets and encoding never delay the device:
     main thread     inbox ──> EngineCore.step ──> outbox          (the only user of jax)
     output thread   outbox ──> encode, send
 
+`readers` has what each of them does when several fronts use the engine.
+
 The process exits on `Shutdown`. It exits at once when its standard input ends, because then the
-front has exited. Signals that stop the front do not stop it: see `ipc.signals`.
+process that started it has exited. Signals that stop the front do not stop it: see `ipc.signals`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import logging
@@ -31,15 +34,17 @@ import msgspec
 import zmq
 
 from jaxserve.engine.core import BuiltEngine, EngineCore
+from jaxserve.engine.readers import Arrivals, EventSenders, HandledSubmits, Outgoing, SharedStep
 from jaxserve.errors import CheckpointError, JaxserveError
 from jaxserve.ipc.launch import FAILED_EXIT_CODE, Launch
 from jaxserve.ipc.messages import (
     Abort,
+    AddReader,
     BadSubmit,
-    EngineEvent,
     EngineFailed,
     EngineRequest,
     Ready,
+    RemoveReader,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -48,6 +53,7 @@ from jaxserve.ipc.messages import (
 )
 from jaxserve.ipc.signals import leave_signals_to_the_front
 from jaxserve.ipc.transport import EventSender, RequestReceiver
+from jaxserve.ipc.wire_ids import split
 
 HEARTBEAT_S = 1.0
 """Interval between the heartbeats of an idle engine."""
@@ -58,7 +64,7 @@ LINGER_S = 4.0
 PR_SET_PDEATHSIG = 1
 
 Inbox: TypeAlias = "queue.SimpleQueue[EngineRequest | BadSubmit]"
-Outbox: TypeAlias = "queue.SimpleQueue[EngineEvent | None]"
+Outbox: TypeAlias = "queue.SimpleQueue[Outgoing | None]"
 
 
 class EngineLoop:
@@ -67,18 +73,20 @@ class EngineLoop:
     Args:
       engine: index of the engine, for its events.
       core: runs the requests.
-      inbox: the requests of the front.
-      send: called with each event, on the thread of `run`.
+      inbox: the requests of all readers.
+      send: called with each event, on the thread of `run`. They are `StepOutputs`, or `SharedStep`
+        once there are several readers.
     """
 
     def __init__(
-        self, engine: int, core: EngineCore, inbox: Inbox, send: Callable[[EngineEvent], None]
+        self, engine: int, core: EngineCore, inbox: Inbox, send: Callable[[Outgoing], None]
     ) -> None:
         self._engine = engine
         self._core = core
         self._inbox = inbox
         self._send = send
-        self._sent_stats: StepStats | None = None
+        self._handled = HandledSubmits()
+        self._sent: tuple[StepStats | None, int] = (None, 0)
 
     def run(self) -> None:
         """Runs until `Shutdown` arrives.
@@ -109,12 +117,20 @@ class EngineLoop:
         """Handles ``request`` and all queued ones in order; returns False on `Shutdown`."""
         while True:
             match request:
-                case Submit():
+                case Submit(request_id=request_id):
                     self._core.add(request)
+                    self._handled.count(request_id)
                 case BadSubmit(request_id=request_id, reason=reason):
                     self._core.refuse(request_id, reason)
+                    self._handled.count(request_id)
                 case Abort(request_ids=ids):
                     self._core.abort(ids)
+                case AddReader():
+                    self._handled.share()
+                    self._sent = (None, 0)  # so that the new reader learns the state at once
+                case RemoveReader(reader=reader):
+                    self._handled.share()
+                    self._core.abort(i for i in self._core.request_ids if split(i)[0] == reader)
                 case Shutdown():
                     return False
             try:
@@ -123,10 +139,12 @@ class EngineLoop:
                 return True
 
     def _report(self, outputs: list[RequestOutput], *, heartbeat: bool) -> None:
-        stats = self._core.stats()
-        if outputs or heartbeat or stats != self._sent_stats:
-            self._sent_stats = stats
-            self._send(StepOutputs(self._engine, outputs, stats))
+        stats, handled = self._core.stats(), self._handled
+        sent_stats, sent_total = self._sent
+        if outputs or heartbeat or stats != sent_stats or handled.total != sent_total:
+            self._sent = stats, handled.total
+            step = StepOutputs(self._engine, outputs, stats, handled.total)
+            self._send(SharedStep(step, handled.by_reader.copy()) if handled.by_reader else step)
 
 
 def main() -> int:
@@ -155,9 +173,10 @@ def serve(launch: Launch) -> int:
     inbox: Inbox = queue.SimpleQueue()
     outbox: Outbox = queue.SimpleQueue()
     receiver = RequestReceiver(context, launch.requests_address)
-    sender = EventSender(context, launch.events_address)
-    output = _start_thread("output", _send_events, outbox, sender)
-    _start_thread("input", _receive_requests, receiver, inbox)
+    connect = functools.partial(EventSender, context)
+    senders = EventSenders(connect, launch.engine, launch.events_address)
+    output = _start_thread("output", _send_events, outbox, senders)
+    _start_thread("input", _receive_requests, receiver, inbox, Arrivals(outbox.put))
     core: EngineCore | None = None
     try:
         built = load_factory(launch.factory)(launch.config, launch.engine, outbox.put)
@@ -226,15 +245,16 @@ def _exit_at_end_of_input() -> None:
     os._exit(0)
 
 
-def _receive_requests(receiver: RequestReceiver, inbox: Inbox) -> None:
+def _receive_requests(receiver: RequestReceiver, inbox: Inbox, arrivals: Arrivals) -> None:
     while (request := receiver.receive()) is not None:
-        inbox.put(request)
+        if arrivals.admit(request):
+            inbox.put(request)
 
 
-def _send_events(outbox: Outbox, sender: EventSender) -> None:
+def _send_events(outbox: Outbox, senders: EventSenders) -> None:
     while (event := outbox.get()) is not None:
-        sender.send(event)
-    sender.close(linger_s=LINGER_S)
+        senders.send(event)
+    senders.close(linger_s=LINGER_S)
 
 
 def _start_thread(name: str, target: Callable[..., None], *args: object) -> threading.Thread:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import logging
 import resource
 import signal
 import sys
@@ -26,6 +25,7 @@ from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import JaxserveError
 from server.console import Console
 from server.listen import listen
+from server.log import set_up_logging
 from server.run import Stopped, serve
 from server.settings import ApiSettings, ServerSettings
 from server.stderr import StderrRelay, standard_streams
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         settings = read_flags(args, ServerSettings)
         api = read_flags(args, ApiSettings)
         config = read_config(args)
-        _set_up_logging(settings.log_level)
+        set_up_logging(settings.log_level.upper())
         listeners = listen(settings.host, settings.port)
         console.say(f"jaxserve {__version__}: starting {config.model.model}")
         _raise_file_limit()
@@ -81,15 +81,6 @@ def read_config(args: argparse.Namespace) -> EngineConfig:
     if args.positional_model is not None:
         args.model = args.positional_model
     return read_engine_config(args)
-
-
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s"
-    )
-    # The messages of these two repeat those of the console.
-    for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def _raise_file_limit() -> None:

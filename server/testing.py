@@ -22,7 +22,8 @@ from jaxserve.ipc.messages import Progress
 from server.__main__ import make_parser, read_config
 from server.app import create_app
 from server.listen import is_local, listen, url_of
-from server.run import http_server, make_text_engine, read_template
+from server.run import read_template
+from server.serving import http_server, make_text_engine
 from server.settings import ApiSettings, ServerSettings
 from server.state import ServerState
 

@@ -84,6 +84,10 @@ class SocketFolder:
         """The address that an engine process binds and the front connects to."""
         return f"ipc://{self.path}/requests-{process}"
 
+    def control(self, reader: int) -> str:
+        """The address that the main process binds and front process ``reader`` connects to."""
+        return f"ipc://{self.path}/control-{reader}"
+
     def remove(self) -> None:
         """Removes the folder and its contents. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)

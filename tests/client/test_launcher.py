@@ -1,6 +1,5 @@
 """The launch of an engine process: its environment, its exit code and its end."""
 
-
 import msgspec
 import pytest
 

@@ -7,6 +7,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from jaxserve.config import MIB
+from jaxserve.front.counts import BODY_BYTES, Gauge
 from server.body_memory import BodyMemory
 from server.errors import HANDLERS, CatchUnexpected
 from server.middleware import ApiKey, ForeignPages, LastSlash, RequestId, RootPath
@@ -66,5 +67,7 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.server = state
     app.state.settings = settings
-    app.state.body_memory = BodyMemory(settings.max_body_memory_mib * MIB)
+    app.state.body_memory = BodyMemory(
+        settings.max_body_memory_mib * MIB, Gauge(state.counts, BODY_BYTES)
+    )
     return app

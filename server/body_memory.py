@@ -7,6 +7,7 @@ from types import TracebackType
 from starlette.exceptions import HTTPException
 
 from jaxserve.config import MIB
+from jaxserve.front.counts import Gauge
 
 FREE_BYTES = 64 * 1024
 """Bytes of each body that do not count. Ordinary requests are smaller, so they are received even
@@ -16,14 +17,29 @@ while large bodies use up the limit. A connection buffers as much anyway."""
 class BodyMemory:
     """Counts the bytes of the bodies that are being received or decoded.
 
-    Attributes:
+    With a gauge that several processes share, the limit is that of all of them together. Pieces of
+    bodies that two processes receive at the same instant may then exceed it.
+
+    Args:
       limit: the most bytes at a time, not counting the first `FREE_BYTES` of each body.
-      num_bytes: the bytes counted at present.
+      in_use: counts them; None: in this process only.
+
+    Attributes:
+      limit: as above.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, in_use: Gauge | None = None) -> None:
         self.limit = limit
-        self.num_bytes = 0
+        self._in_use = in_use or Gauge()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes counted at present, in all processes that share the gauge."""
+        return self._in_use.total
+
+    def add(self, more: int) -> None:
+        """Counts more bytes of this process, or fewer."""
+        self._in_use.add(more)
 
     def share(self) -> BodyShare:
         """Returns the share of one body. Use it as a context manager, which gives it back."""
@@ -48,7 +64,7 @@ class BodyShare:
                 f"{memory.limit / MIB:g} MiB; try again later",
                 {"Connection": "close"},
             )
-        memory.num_bytes += more
+        memory.add(more)
         self._num_bytes += more
 
     def __enter__(self) -> BodyShare:
@@ -60,5 +76,5 @@ class BodyShare:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._memory.num_bytes -= self._num_bytes
+        self._memory.add(-self._num_bytes)
         self._num_bytes = 0

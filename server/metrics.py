@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxserve.front.metrics import REQUEST_HISTOGRAMS, Histogram, RequestMetrics
+from jaxserve.front.metrics import (
+    FINISH_REASONS,
+    REQUEST_HISTOGRAMS,
+    Histogram,
+    RequestMetrics,
+    StepMetrics,
+)
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ DRAFT_METRICS: Mapping[str, EngineMetric] = {
 
 @dataclass(frozen=True, slots=True)
 class FrontMetric:
-    """A number that is counted in the front process."""
+    """A number that the front processes count."""
 
     help: str
     value: Callable[[RequestMetrics], float]
@@ -84,16 +88,19 @@ FRONT_COUNTERS: Mapping[str, FrontMetric] = {
 def render(text_engine: TextEngine, *, prefix: str) -> str:
     """Returns the page for a scraper. Every name starts with ``prefix`` and a colon.
 
-    Requests are counted in the front process, not for each engine: with several engines these
-    numbers have the label ``engine="all"``.
+    Requests are counted in the front processes, not for each engine: with several engines these
+    numbers have the label ``engine="all"``. They are the sums over all processes of the server.
     """
-    stats, metrics = text_engine.engine.stats, text_engine.metrics
+    stats, totals = text_engine.engine.stats, text_engine.counts.totals()
+    metrics = RequestMetrics(text_engine.model.max_model_len, totals)
     model = f'model_name="{_escape(text_engine.model.name)}"'
     engines = {index: f'{model},engine="{index}"' for index in stats}
     front = next(iter(engines.values())) if len(engines) == 1 else f'{model},engine="all"'
 
     drafting = {index: each.accepted_per_position for index, each in stats.items()}
     engine_metrics = {**ENGINE_METRICS, **(DRAFT_METRICS if any(drafting.values()) else {})}
+
+    finished = metrics.finished
 
     def lines() -> Iterator[str]:
         for name, engine_metric in engine_metrics.items():
@@ -110,11 +117,11 @@ def render(text_engine: TextEngine, *, prefix: str) -> str:
         )
         for reason in FINISH_REASONS:
             labels = f'{front},finished_reason="{reason}"'
-            yield f"{prefix}:request_success_total{{{labels}}} {metrics.finished[reason]}"
+            yield f"{prefix}:request_success_total{{{labels}}} {finished[reason]}"
         yield from _cache_config(text_engine, prefix, list(engines.values()))
         name = "iteration_tokens_total"
         yield from _header(prefix, name, "histogram", "Tokens in a step.")
-        for index, histogram in metrics.step_tokens.items():
+        for index, histogram in StepMetrics(totals).step_tokens.items():
             yield from _histogram(prefix, name, engines.get(index, front), histogram)
         for name, (text, histogram) in _front_histograms(metrics).items():
             yield from _header(prefix, name, "histogram", text)

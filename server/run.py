@@ -7,12 +7,13 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from jaxserve.client.engine_client import EngineClient
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.front.counts import LocalCounts
+from jaxserve.front.metrics import StepMetrics, num_cells
 from jaxserve.ipc.control import FrontUp
 from jaxserve.ipc.messages import Progress
 from server.console import Console
@@ -78,17 +79,20 @@ def _service(
     if front.server.api_server_count > 1:
         return MainProcess(front, listeners, console.progress)
 
+    counts = LocalCounts(num_cells(front.config.parallel.data_parallel_size))
+
     def on_progress(event: Progress) -> None:
         console.progress(event)
         service.state.phase = console.phase
 
-    connect = partial(
-        EngineClient.start,
-        front.config,
-        factory=front.server.engine_factory,
-        on_progress=on_progress,
-    )
-    service = Front(front, connect, listeners)
+    async def connect() -> EngineClient:
+        client = await EngineClient.start(
+            front.config, factory=front.server.engine_factory, on_progress=on_progress
+        )
+        client.on_outputs = StepMetrics(counts.own).step_done
+        return client
+
+    service = Front(front, connect, listeners, counts=counts)
     return service
 
 

@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from jaxserve.client.engine_client import SHUTDOWN_TIMEOUT_S, EngineClient
 from jaxserve.client.protocol import Engine
 from jaxserve.errors import JaxserveError
+from jaxserve.front.counts import Counts
 from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.control import FrontUp
@@ -42,6 +43,7 @@ class Front:
       settings: its settings.
       connect: returns the client of the engines, once they can serve.
       listeners: sockets that listen. Further connections can come through `HttpServer.adopt`.
+      counts: where requests are counted.
 
     Attributes:
       state: the state that all routes share.
@@ -53,9 +55,11 @@ class Front:
         settings: FrontSettings,
         connect: Callable[[], Awaitable[EngineClient]],
         listeners: Sequence[socket.socket] = (),
+        *,
+        counts: Counts,
     ) -> None:
         """Begins to serve. Needs a running event loop."""
-        self.state = ServerState()
+        self.state = ServerState(counts=counts)
         self.state.config = settings.config
         self.state.created = settings.created
         self.state.api_server_count = settings.server.api_server_count
@@ -99,8 +103,8 @@ class Front:
             settings.api,
             settings.server,
             chat_template=settings.chat_template,
+            counts=self.state.counts,
         )
-        self._client.on_outputs = text_engine.metrics.step_done
         # All objects so far live as long as the process, so the garbage collector need not scan
         # them.
         gc.collect()
@@ -169,6 +173,7 @@ def make_text_engine(
     settings: ServerSettings,
     *,
     chat_template: str | None,
+    counts: Counts | None = None,
 ) -> TextEngine:
     """Returns a text engine on ``engine`` with these settings. Raises ConfigError."""
     model = ServedModel.create(
@@ -181,7 +186,7 @@ def make_text_engine(
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
     )
-    return TextEngine(engine, model, max_in_flight=api.max_queue)
+    return TextEngine(engine, model, max_in_flight=api.max_queue, counts=counts)
 
 
 def http_server(app: Starlette, settings: ServerSettings) -> HttpServer:

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import JaxserveError
+from jaxserve.front.counts import Counts, LocalCounts
+from jaxserve.front.metrics import num_cells
 from jaxserve.front.text_engine import TextEngine
 
 
@@ -17,8 +19,13 @@ class UnavailableError(JaxserveError):
 class ServerState:
     """The state that all routes share. The code that runs the application updates it.
 
-    Attributes:
+    Args:
       text_engine: serves requests; None until the engines have started.
+      counts: what the processes of the server count; None: those of ``text_engine``, or new ones.
+
+    Attributes:
+      text_engine: as above.
+      counts: as above. The text engine that is set later must have the same.
       phase: the current phase of the start, for messages.
       draining: requests in flight finish, new ones are refused.
       aborting: requests in flight have been aborted, because the server stops.
@@ -29,8 +36,13 @@ class ServerState:
         and returns the number of completions; None: there are no other fronts.
     """
 
-    def __init__(self, text_engine: TextEngine | None = None) -> None:
+    def __init__(
+        self, text_engine: TextEngine | None = None, *, counts: Counts | None = None
+    ) -> None:
         self.text_engine = text_engine
+        if counts is None:
+            counts = LocalCounts(num_cells(1)) if text_engine is None else text_engine.counts
+        self.counts = counts
         self.phase = "starting"
         self.draining = False
         self.aborting = False
@@ -67,5 +79,5 @@ class ServerState:
         return here + await self.abort_elsewhere(request_id)
 
     def load(self) -> int:
-        """Returns the number of completions in flight."""
+        """Returns the number of completions of the server in flight."""
         return 0 if self.text_engine is None else self.text_engine.num_in_flight

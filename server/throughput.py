@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import Protocol
 
-from jaxserve.client.protocol import Engine
 from jaxserve.ipc.messages import StepStats
 
 logger = logging.getLogger(__name__)
 
 IDLE = StepStats()
+
+
+class HasStats(Protocol):
+    """Whoever knows the latest state of each engine, by its index."""
+
+    @property
+    def stats(self) -> Mapping[int, StepStats]: ...
 
 
 def describe(engine: int, before: StepStats, now: StepStats, seconds: float) -> str | None:
@@ -41,14 +48,14 @@ def describe(engine: int, before: StepStats, now: StepStats, seconds: float) -> 
     )
 
 
-async def log_throughput(engine: Engine, *, interval_s: float) -> None:
+async def log_throughput(engines: HasStats, *, interval_s: float) -> None:
     """Logs a line for each busy engine every ``interval_s`` seconds, until it is cancelled."""
     loop = asyncio.get_running_loop()
-    before: Mapping[int, StepStats] = dict(engine.stats)
+    before: Mapping[int, StepStats] = dict(engines.stats)
     then = loop.time()
     while True:
         await asyncio.sleep(interval_s)
-        now, moment = dict(engine.stats), loop.time()
+        now, moment = dict(engines.stats), loop.time()
         for index, stats in now.items():
             line = describe(index, before.get(index, IDLE), stats, moment - then)
             if line is not None:

@@ -6,21 +6,35 @@ import weakref
 from types import TracebackType
 
 from jaxserve.errors import QueueFullError
+from jaxserve.front.counts import Gauge
 
 
 class AdmissionLimit:
     """Counts what is in flight and refuses what goes beyond a limit.
 
-    Attributes:
+    With a gauge that several processes share, the limit is that of all of them together. What two
+    processes admit at the same instant may then exceed it: neither has seen what the other admits.
+
+    Args:
       limit: the most in flight.
-      num_in_flight: how many hold a permit now.
+      unit: names what is counted, for messages.
+      in_flight: counts what holds a permit; None: in this process only.
+
+    Attributes:
+      limit: as above.
     """
 
-    def __init__(self, limit: int, *, unit: str = "completions") -> None:
-        """``unit`` names what is counted, for messages."""
+    def __init__(
+        self, limit: int, *, unit: str = "completions", in_flight: Gauge | None = None
+    ) -> None:
         self.limit = limit
-        self.num_in_flight = 0
         self._unit = unit
+        self._in_flight = in_flight or Gauge()
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many hold a permit now, in all processes that share the gauge."""
+        return self._in_flight.total
 
     def admit(self, count: int) -> Permit:
         """Returns a permit for all completions of a request.
@@ -28,12 +42,13 @@ class AdmissionLimit:
         Raises:
           QueueFullError: with these, more than ``limit`` would be in flight.
         """
-        if self.num_in_flight + count > self.limit:
+        num_in_flight = self.num_in_flight
+        if num_in_flight + count > self.limit:
             raise QueueFullError(
-                f"{self.num_in_flight} {self._unit} are in flight and the server takes at most "
+                f"{num_in_flight} {self._unit} are in flight and the server takes at most "
                 f"{self.limit}, but the request needs {count}; try again later"
             )
-        return Permit(self, count)
+        return Permit(self._in_flight, count)
 
 
 class Permit:
@@ -44,9 +59,9 @@ class Permit:
     run.
     """
 
-    def __init__(self, admission: AdmissionLimit, count: int) -> None:
-        admission.num_in_flight += count
-        self._held = _Held(admission, count)
+    def __init__(self, in_flight: Gauge, count: int) -> None:
+        in_flight.add(count)
+        self._held = _Held(in_flight, count)
         finalizer = weakref.finalize(self, self._held.give_back)
         finalizer.atexit = False
 
@@ -73,11 +88,11 @@ class Permit:
 class _Held:
     """The completions that a permit still counts. It outlives the permit."""
 
-    def __init__(self, admission: AdmissionLimit, count: int) -> None:
-        self._admission = admission
+    def __init__(self, in_flight: Gauge, count: int) -> None:
+        self._in_flight = in_flight
         self._count = count
 
     def give_back(self, count: int | None = None) -> None:
         count = self._count if count is None else min(count, self._count)
         self._count -= count
-        self._admission.num_in_flight -= count
+        self._in_flight.add(-count)

@@ -1,6 +1,7 @@
-"""Counters and histograms of requests. `server.metrics` renders them.
+"""Counters and histograms of requests and of steps. `server.metrics` renders them.
 
-An observation takes well under a microsecond, so every token can be observed.
+All of them live in the cells of `front.counts`, so that several processes can count together. An
+observation takes well under a microsecond, so every token can be observed.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 
 import msgspec
 
+from jaxserve.front.counts import NUM_GAUGES, Cells, LocalCounts
 from jaxserve.ipc.messages import StepOutputs
 
 TTFT_BOUNDS = (
@@ -31,18 +34,45 @@ N_BOUNDS = (1, 2, 5, 10, 20)
 STEP_BOUNDS = (1, *(8 * 2**i for i in range(12)))
 
 
-class Histogram:
-    """Counts values in buckets. ``bounds`` are the upper ends of the buckets, ascending."""
+FINISH_REASONS = ("stop", "length", "abort", "error")
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
+MAX_TOKEN_BOUNDS = 30
+"""The most bounds of `token_buckets`; the largest is 5e9. The cells of a histogram of tokens do not
+depend on the model, so that they can be shared before its engines have started."""
+
+
+class Histogram:
+    """Counts values in buckets: a cell for each, and one for the sum of the values.
+
+    Args:
+      bounds: the upper ends of the buckets, ascending. One more bucket has the values above them.
+      cells: where it counts.
+      first: its first cell, of ``len(bounds) + 2``.
+    """
+
+    __slots__ = ("_cells", "_first", "_sum", "bounds")
+
+    def __init__(self, bounds: tuple[float, ...], cells: Cells, first: int) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+        self._cells = cells
+        self._first = first
+        self._sum = first + len(bounds) + 1
 
     def observe(self, value: float, times: int = 1) -> None:
         """Counts a value, ``times`` times."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
+        cells = self._cells
+        cells[self._first + bisect_left(self.bounds, value)] += times
+        cells[self._sum] += value * times
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of values in each bucket."""
+        return [int(self._cells[cell]) for cell in range(self._first, self._sum)]
+
+    @property
+    def sum(self) -> float:
+        """The sum of all values."""
+        return float(self._cells[self._sum])
 
 
 class RequestRecord(msgspec.Struct):
@@ -72,13 +102,9 @@ class RequestRecord(msgspec.Struct):
 
 
 def token_buckets(max_model_len: int) -> tuple[int, ...]:
-    """Returns the bounds 1, 2, 5, 10, 20, 50... up to ``max_model_len``."""
-    bounds: list[int] = []
-    scale = 1
-    while scale <= max_model_len:
-        bounds += [scale * m for m in (1, 2, 5) if scale * m <= max_model_len]
-        scale *= 10
-    return tuple(bounds)
+    """Returns the bounds 1, 2, 5, 10, 20, 50... up to ``max_model_len``, at most 30."""
+    bounds = (m * 10**i for i in range(MAX_TOKEN_BOUNDS // 3) for m in (1, 2, 5))
+    return tuple(bound for bound in bounds if bound <= max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,50 +177,91 @@ REQUEST_HISTOGRAMS: Mapping[str, RequestHistogram] = MappingProxyType(
 """The histograms of finished completions, by name without the prefix."""
 
 
-@dataclass(slots=True)
+PROMPT_TOKENS, CACHED_TOKENS, GENERATION_TOKENS = range(NUM_GAUGES, NUM_GAUGES + 3)
+"""The cells of counters."""
+
+FINISHED = {reason: GENERATION_TOKENS + 1 + i for i, reason in enumerate(FINISH_REASONS)}
+"""The cells of the numbers of completions that have ended, by reason."""
+
+BOUNDS: Mapping[str, tuple[float, ...] | None] = {
+    "time_to_first_token": TTFT_BOUNDS,
+    "inter_token_latency": TOKEN_BOUNDS,
+    "max_generation_tokens": None,
+    **{name: kind.bounds for name, kind in REQUEST_HISTOGRAMS.items()},
+}
+"""The bounds of all histograms of `RequestMetrics`; None: those of `token_buckets`."""
+
+*_starts, FIRST_STEP_CELL = accumulate(
+    ((MAX_TOKEN_BOUNDS if bounds is None else len(bounds)) + 2 for bounds in BOUNDS.values()),
+    initial=GENERATION_TOKENS + 1 + len(FINISHED),
+)
+FIRST_CELLS = dict(zip(BOUNDS, _starts, strict=True))
+"""The first cell of each histogram. The cells after them are those of `StepMetrics`."""
+
+STEP_CELLS = len(STEP_BOUNDS) + 2
+"""The cells of the histogram of one engine."""
+
+
+def num_cells(num_engines: int) -> int:
+    """Returns how many cells a process needs, if the server has so many engines."""
+    return FIRST_STEP_CELL + num_engines * STEP_CELLS
+
+
 class RequestMetrics:
-    """All counts of one front process. Only the thread of the event loop writes them.
+    """The counts of requests, of one front process or of all.
+
+    Only the thread of the event loop writes those of its process.
+
+    Args:
+      max_model_len: the longest context; gives the buckets for numbers of tokens.
+      cells: where to count, or the sums of several processes, to be read; None: new ones.
 
     Attributes:
       by_request: the histograms of `REQUEST_HISTOGRAMS`, by name.
-      step_tokens: a histogram of the tokens of a step for each engine, by its index.
-      finished: numbers of completions that have ended, by reason.
     """
 
-    max_model_len: int
-    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS))
-    inter_token_latency: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
-    max_generation_tokens: Histogram = field(init=False)
-    by_request: dict[str, Histogram] = field(init=False)
-    step_tokens: dict[int, Histogram] = field(default_factory=dict)
-    finished: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generation_tokens: int = 0
-    _steps_seen: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        tokens = token_buckets(self.max_model_len)
-        self.max_generation_tokens = Histogram(tokens)
-        self.by_request = {
-            name: Histogram(kind.bounds or tokens) for name, kind in REQUEST_HISTOGRAMS.items()
+    def __init__(self, max_model_len: int, cells: Cells | None = None) -> None:
+        cells = LocalCounts(num_cells(0)).own if cells is None else cells
+        tokens = token_buckets(max_model_len)
+        histograms = {
+            name: Histogram(tokens if bounds is None else bounds, cells, FIRST_CELLS[name])
+            for name, bounds in BOUNDS.items()
         }
+        self._cells = cells
+        self.time_to_first_token = histograms.pop("time_to_first_token")
+        self.inter_token_latency = histograms.pop("inter_token_latency")
+        self.max_generation_tokens = histograms.pop("max_generation_tokens")
+        self.by_request = histograms
 
-    def step_done(self, event: StepOutputs) -> None:
-        """Counts a step of an engine. Heartbeats, which repeat the last step, are ignored."""
-        steps = event.stats.total_steps
-        if self._steps_seen.get(event.engine) != steps and event.stats.num_step_tokens:
-            self._steps_seen[event.engine] = steps
-            histogram = self.step_tokens.setdefault(event.engine, Histogram(STEP_BOUNDS))
-            histogram.observe(event.stats.num_step_tokens)
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of completions that have produced a token or a vector."""
+        return int(self._cells[PROMPT_TOKENS])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of `prompt_tokens` that were in the prefix cache."""
+        return int(self._cells[CACHED_TOKENS])
+
+    @property
+    def generation_tokens(self) -> int:
+        """Tokens that were generated."""
+        return int(self._cells[GENERATION_TOKENS])
+
+    @property
+    def finished(self) -> Counter[str]:
+        """Numbers of completions that have ended, by reason."""
+        counts = {reason: int(self._cells[cell]) for reason, cell in FINISHED.items()}
+        return Counter({reason: count for reason, count in counts.items() if count})
 
     def tokens_arrived(self, record: RequestRecord, count: int, now: float) -> None:
         """Counts ``count`` tokens of a completion that arrived together; 0 for an embedding."""
+        cells = self._cells
         if record.first_token_s == 0.0:
             record.first_token_s = now
             self.time_to_first_token.observe(now - record.arrival_s)
-            self.prompt_tokens += record.num_prompt_tokens
-            self.cached_tokens += record.num_cached_tokens
+            cells[PROMPT_TOKENS] += record.num_prompt_tokens
+            cells[CACHED_TOKENS] += record.num_cached_tokens
             more = count - 1
         else:
             more = count
@@ -204,13 +271,39 @@ class RequestMetrics:
             self.inter_token_latency.observe((now - since) / more, more)
         record.last_token_s = now
         record.num_generated += count
-        self.generation_tokens += count
+        cells[GENERATION_TOKENS] += count
 
     def request_ended(self, record: RequestRecord, reason: str, now: float) -> None:
-        """Counts a completion that has ended. ``reason``: a finish reason, "abort" or "error"."""
-        self.finished[reason] += 1
+        """Counts a completion that has ended. ``reason``: one of `FINISH_REASONS`."""
+        self._cells[FINISHED[reason]] += 1
         has_token = record.first_token_s > 0
         for name, kind in REQUEST_HISTOGRAMS.items():
             value = kind.value(record, now) if has_token or not kind.needs_token else None
             if value is not None:
                 self.by_request[name].observe(value)
+
+
+class StepMetrics:
+    """The counts of steps. The process that started the engines counts them, for all fronts.
+
+    Args:
+      cells: where to count, or the sums of several processes, to be read. Their number says how
+        many engines there are.
+
+    Attributes:
+      step_tokens: a histogram of the tokens of a step for each engine, by its index.
+    """
+
+    def __init__(self, cells: Cells) -> None:
+        firsts = range(FIRST_STEP_CELL, len(cells), STEP_CELLS)
+        self.step_tokens = {
+            engine: Histogram(STEP_BOUNDS, cells, first) for engine, first in enumerate(firsts)
+        }
+        self._steps_seen: dict[int, int] = {}
+
+    def step_done(self, event: StepOutputs) -> None:
+        """Counts a step of an engine. Heartbeats, which repeat the last step, are ignored."""
+        steps = event.stats.total_steps
+        if self._steps_seen.get(event.engine) != steps and event.stats.num_step_tokens:
+            self._steps_seen[event.engine] = steps
+            self.step_tokens[event.engine].observe(event.stats.num_step_tokens)

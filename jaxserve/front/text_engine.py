@@ -12,10 +12,11 @@ from jaxserve.client.protocol import Engine
 from jaxserve.errors import InvalidRequestError
 from jaxserve.front.admission import AdmissionLimit, Permit
 from jaxserve.front.concurrency import merge
+from jaxserve.front.counts import IN_FLIGHT, Counts, Gauge, LocalCounts
 from jaxserve.front.grammar_checks import GrammarChecks
 from jaxserve.front.long_text import encode_within
 from jaxserve.front.memory import FreedMemory
-from jaxserve.front.metrics import RequestMetrics
+from jaxserve.front.metrics import RequestMetrics, num_cells
 from jaxserve.front.outputs import Delta, stream_completion
 from jaxserve.front.requests import CompletionTask, GenerateRequest, resolve
 from jaxserve.front.served_model import ServedModel
@@ -51,26 +52,37 @@ class TextEngine:
       model: the facts about the model that the engine runs.
       max_in_flight: the most completions in flight; each of ``n`` counts, for each prompt. Requests
         over this limit are refused.
+      counts: where requests are counted, and limited together with those of other processes; None:
+        in this process only.
 
     Attributes:
       engine: as above.
       model: as above.
+      counts: as above.
       admission: counts the completions in flight.
       text_calls: counts calls that only encode or decode text.
       text_pool: runs these calls.
-      metrics: counts and times of requests.
+      metrics: counts and times of the requests of this process.
       grammars: checks the grammars of requests.
       memory: gives memory back after large work.
     """
 
-    def __init__(self, engine: Engine, model: ServedModel, *, max_in_flight: int = 1024) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: ServedModel,
+        *,
+        max_in_flight: int = 1024,
+        counts: Counts | None = None,
+    ) -> None:
         self.engine = engine
         self.model = model
-        self.admission = AdmissionLimit(max_in_flight)
+        self.counts: Counts = counts or LocalCounts(num_cells(len(engine.stats)))
+        self.admission = AdmissionLimit(max_in_flight, in_flight=Gauge(self.counts, IN_FLIGHT))
         self.text_calls = AdmissionLimit(
             min(max_in_flight, MAX_TEXT_CALLS), unit="calls of /tokenize and /detokenize"
         )
-        self.metrics = RequestMetrics(model.max_model_len)
+        self.metrics = RequestMetrics(model.max_model_len, self.counts.own)
         self.grammars = GrammarChecks(
             model.tokenizer, model.vocab_size, max_in_flight=max_in_flight
         )
@@ -85,7 +97,7 @@ class TextEngine:
 
     @property
     def num_in_flight(self) -> int:
-        """Completions that were accepted and that the engine has not ended."""
+        """Completions of the server that were accepted and that no engine has ended."""
         return self.admission.num_in_flight
 
     @contextmanager

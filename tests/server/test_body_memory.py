@@ -121,7 +121,7 @@ async def test_a_decompressed_body_counts_in_full(make_client, check_error) -> N
     assert len(body) < FREE_BYTES
     async with make_client(max_body_mib=4, max_body_memory_mib=4) as client:
         memory = client._transport.app.state.body_memory
-        memory.num_bytes = 2 * MIB  # what other bodies take
+        memory.add(2 * MIB)  # what other bodies take
         headers = {"content-encoding": "gzip", "content-type": "application/json"}
         reply = await client.post("/v1/completions", content=body, headers=headers)
         check_error(reply, 503)

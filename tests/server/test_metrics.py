@@ -2,7 +2,13 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.front.metrics import LATENCY_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS, token_buckets
+from jaxserve.front.metrics import (
+    LATENCY_BOUNDS,
+    TOKEN_BOUNDS,
+    TTFT_BOUNDS,
+    StepMetrics,
+    token_buckets,
+)
 from jaxserve.ipc.messages import RequestOutput, StepOutputs, StepStats
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.metrics import ENGINE_METRICS, render
@@ -75,9 +81,10 @@ def test_histograms_have_the_buckets_that_dashboards_expect() -> None:
 
 def test_steps_are_counted_once_and_heartbeats_are_not() -> None:
     text_engine = scripted_text_engine("he")
+    steps = StepMetrics(text_engine.counts.own)
     for total, tokens in ((1, 30), (2, 1), (2, 1), (2, 0)):
         stats = StepStats(total_steps=total, num_step_tokens=tokens)
-        text_engine.metrics.step_done(StepOutputs(0, [RequestOutput("a", [1])], stats))
+        steps.step_done(StepOutputs(0, [RequestOutput("a", [1])], stats))
     page = parse(render(text_engine, prefix="vllm"))
     assert page["vllm:iteration_tokens_total_count"][()] == 2
     assert page["vllm:iteration_tokens_total_sum"][()] == 31

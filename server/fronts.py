@@ -81,8 +81,7 @@ class Fronts:
         up = [each.result() for each in ups if each.done()][0]
         # A front that is restarted must read the same files.
         self._launches = [
-            msgspec.structs.replace(launch, fingerprint=up.fingerprint)
-            for launch in self._launches
+            msgspec.structs.replace(launch, fingerprint=up.fingerprint) for launch in self._launches
         ]
         for index in range(len(self._fronts)):
             task = asyncio.create_task(self._keep_running(index))

@@ -72,9 +72,7 @@ async def serve(
             await service.close(at_once=signals.at_once.done())
 
 
-def _service(
-    front: FrontSettings, listeners: Sequence[socket.socket], console: Console
-) -> Service:
+def _service(front: FrontSettings, listeners: Sequence[socket.socket], console: Console) -> Service:
     """Returns a front in this process, or the main process of several fronts."""
     if front.server.api_server_count > 1:
         return MainProcess(front, listeners, console.progress)

@@ -148,7 +148,7 @@ class Front:
                 await self._client.close(timeout_s=0 if at_once else SHUTDOWN_TIMEOUT_S)
 
     async def _replied(self, stops: Stops) -> None:
-        """Waits until the requests that have arrived have their replies, or no longer may take time.
+        """Waits until the requests that have arrived have replies, or no longer may take time.
 
         The shutdown timeout begins when ``stops.limited`` is set.
         """

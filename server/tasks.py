@@ -18,7 +18,7 @@ class Interrupted(Exception):
 
 
 async def unless_done(event: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of ``work``. Cancels it and raises Interrupted if ``event`` comes first."""
+    """Returns the result of ``work``. Cancels it and raises Interrupted if ``event`` is first."""
     task = asyncio.create_task(work)
     await asyncio.wait({task, event}, return_when=asyncio.FIRST_COMPLETED)
     # If both are done, the event may be the reason why the work failed.

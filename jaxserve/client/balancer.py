@@ -16,7 +16,8 @@ class Load:
 
     Attributes:
       num_waiting, num_running: as the engine last reported them.
-      num_sent: requests sent since that report arrived. They count as waiting.
+      num_sent: requests that the engine had not handled when it made that report: those sent from
+        here, and those of other fronts that have arrived. They count as waiting.
     """
 
     num_waiting: int
@@ -30,10 +31,13 @@ class Load:
 
 
 class Balancer:
-    """Picks the engine with the lowest score. Engines with equal scores take turns."""
+    """Picks the engine with the lowest score. Engines with equal scores take turns.
 
-    def __init__(self) -> None:
-        self._last = -1
+    ``first``: the index of the engine that begins. Fronts of one server begin at different ones.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._last = first - 1
 
     def pick(self, loads: Mapping[int, Load]) -> int:
         """Returns the index of the engine for the next request.

@@ -12,10 +12,10 @@ from contextlib import suppress
 from jaxserve.client.output_stream import OutputStream
 from jaxserve.engine.core import BuiltEngine
 from jaxserve.engine.process import EngineLoop, Inbox
+from jaxserve.engine.readers import Outgoing
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.ipc.messages import (
     Abort,
-    EngineEvent,
     FinishReason,
     Ready,
     RequestOutput,
@@ -138,7 +138,7 @@ class InProcessEngine:
         finally:
             self._call_soon(self._on_engine_end)
 
-    def _send(self, event: EngineEvent) -> None:
+    def _send(self, event: Outgoing) -> None:
         self._call_soon(self._handle_event, event)
 
     def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
@@ -146,8 +146,8 @@ class InProcessEngine:
         with suppress(RuntimeError):
             self._event_loop.call_soon_threadsafe(function, *arguments)
 
-    def _handle_event(self, event: EngineEvent) -> None:
-        assert isinstance(event, StepOutputs)
+    def _handle_event(self, event: Outgoing) -> None:
+        assert isinstance(event, StepOutputs), "there is one reader"
         self._stats = event.stats
         for output in event.outputs:
             stream = self._streams.get(output.request_id)

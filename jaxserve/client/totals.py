@@ -14,6 +14,13 @@ TOTALS = tuple(
 """The counts of `StepStats` that only grow, besides ``accepted_per_position``."""
 
 
+def latest(a: StepStats, b: StepStats) -> StepStats:
+    """Returns ``a`` with the larger of each total: a reader may know a later state than another."""
+    totals = {name: max(getattr(a, name), getattr(b, name)) for name in TOTALS}
+    accepted = zip_longest(a.accepted_per_position, b.accepted_per_position, fillvalue=0)
+    return msgspec.structs.replace(a, **totals, accepted_per_position=tuple(map(max, accepted)))
+
+
 def continued(before: StepStats, now: StepStats) -> StepStats:
     """Returns the state ``now`` with totals that continue those of ``before``.
 

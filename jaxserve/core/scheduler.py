@@ -88,6 +88,11 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The IDs of the waiting and the running requests."""
+        return tuple(self._requests)
+
+    @property
     def running_ids(self) -> tuple[str, ...]:
         """The IDs of the running requests."""
         return tuple(request.id for request in self._running)

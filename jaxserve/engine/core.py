@@ -82,6 +82,11 @@ class EngineCore:
         return bool(self._in_flight or self._refused or self._scheduler.has_work or self._compiling)
 
     @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The IDs of all requests that have not ended."""
+        return (*self._scheduler.request_ids, *(self._compiling or ()))
+
+    @property
     def running_ids(self) -> tuple[str, ...]:
         """The IDs of the running requests."""
         return self._scheduler.running_ids

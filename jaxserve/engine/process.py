@@ -6,8 +6,10 @@ Three threads, so that sockets and encoding never delay the device:
     main thread     inbox ──> EngineCore.step ──> outbox          (the only user of jax)
     output thread   outbox ──> encode, send
 
+`readers` has what each of them does when several fronts use the engine.
+
 The process exits on `Shutdown`. It exits at once when its standard input ends, because then the
-front has exited. Signals that stop the front do not stop it: see `ipc.signals`.
+process that started it has exited. Signals that stop the front do not stop it: see `ipc.signals`.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ from typing import TypeAlias
 import zmq
 
 from jaxserve.engine.core import BuiltEngine, EngineCore
+from jaxserve.engine.readers import Arrivals, EventSenders, HandledSubmits, Outgoing, SharedStep
 from jaxserve.errors import CheckpointError, JaxserveError
 from jaxserve.ipc.launch import FAILED_EXIT_CODE, Launch
 from jaxserve.ipc.messages import (
     Abort,
+    AddReader,
     BadSubmit,
-    EngineEvent,
     EngineFailed,
     EngineRequest,
     Ready,
+    RemoveReader,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -41,7 +45,8 @@ from jaxserve.ipc.messages import (
     Submit,
 )
 from jaxserve.ipc.parent import begin_child_process, start_thread
-from jaxserve.ipc.transport import EventSender, RequestReceiver
+from jaxserve.ipc.transport import RequestReceiver
+from jaxserve.ipc.wire_ids import split
 
 HEARTBEAT_S = 1.0
 """Interval between the heartbeats of an idle engine."""
@@ -50,7 +55,7 @@ LINGER_S = 4.0
 """Seconds that the last events may take to reach the front at exit."""
 
 Inbox: TypeAlias = "queue.SimpleQueue[EngineRequest | BadSubmit]"
-Outbox: TypeAlias = "queue.SimpleQueue[EngineEvent | None]"
+Outbox: TypeAlias = "queue.SimpleQueue[Outgoing | None]"
 
 
 class EngineLoop:
@@ -59,18 +64,21 @@ class EngineLoop:
     Args:
       engine: index of the engine, for its events.
       core: runs the requests.
-      inbox: the requests of the front.
-      send: called with each event, on the thread of `run`.
+      inbox: the requests of all readers.
+      send: called with each event, on the thread of `run`. They are `StepOutputs`, or `SharedStep`
+        once there are several readers.
     """
 
     def __init__(
-        self, engine: int, core: EngineCore, inbox: Inbox, send: Callable[[EngineEvent], None]
+        self, engine: int, core: EngineCore, inbox: Inbox, send: Callable[[Outgoing], None]
     ) -> None:
         self._engine = engine
         self._core = core
         self._inbox = inbox
         self._send = send
+        self._handled = HandledSubmits()
         self._sent_stats: StepStats | None = None
+        self._sent_num_submits = 0
 
     def run(self) -> None:
         """Runs until `Shutdown` arrives.
@@ -101,12 +109,19 @@ class EngineLoop:
         """Handles ``request`` and all queued ones in order; returns False on `Shutdown`."""
         while True:
             match request:
-                case Submit():
+                case Submit(request_id=request_id):
                     self._core.add(request)
+                    self._handled.count(request_id)
                 case BadSubmit(request_id=request_id, reason=reason):
                     self._core.refuse(request_id, reason)
+                    self._handled.count(request_id)
                 case Abort(request_ids=ids):
                     self._core.abort(ids)
+                case AddReader():
+                    self._handled.share()
+                case RemoveReader(reader=reader):
+                    self._handled.share()
+                    self._core.abort(i for i in self._core.request_ids if split(i)[0] == reader)
                 case Shutdown():
                     return False
             try:
@@ -115,10 +130,12 @@ class EngineLoop:
                 return True
 
     def _report(self, outputs: list[RequestOutput], *, heartbeat: bool) -> None:
-        stats = self._core.stats()
-        if outputs or heartbeat or stats != self._sent_stats:
-            self._sent_stats = stats
-            self._send(StepOutputs(self._engine, outputs, stats))
+        stats, handled = self._core.stats(), self._handled
+        is_new = stats != self._sent_stats or handled.total != self._sent_num_submits
+        if outputs or heartbeat or is_new:
+            self._sent_stats, self._sent_num_submits = stats, handled.total
+            step = StepOutputs(self._engine, outputs, stats, handled.total)
+            self._send(SharedStep(step, handled.by_reader.copy()) if handled.by_reader else step)
 
 
 def main() -> int:
@@ -143,9 +160,9 @@ def serve(launch: Launch) -> int:
     inbox: Inbox = queue.SimpleQueue()
     outbox: Outbox = queue.SimpleQueue()
     receiver = RequestReceiver(context, launch.requests_address)
-    sender = EventSender(context, launch.events_address)
-    output = start_thread("output", _send_events, outbox, sender)
-    start_thread("input", _receive_requests, receiver, inbox)
+    senders = EventSenders(context, launch.engine, launch.events_address)
+    output = start_thread("output", _send_events, outbox, senders)
+    start_thread("input", _receive_requests, receiver, inbox, Arrivals(outbox.put))
     core: EngineCore | None = None
     try:
         built = load_factory(launch.factory)(launch.config, launch.engine, outbox.put)
@@ -198,15 +215,16 @@ def failure(engine: int, error: Exception, running_ids: tuple[str, ...]) -> Engi
     )
 
 
-def _receive_requests(receiver: RequestReceiver, inbox: Inbox) -> None:
+def _receive_requests(receiver: RequestReceiver, inbox: Inbox, arrivals: Arrivals) -> None:
     while (request := receiver.receive()) is not None:
-        inbox.put(request)
+        if arrivals.admit(request):
+            inbox.put(request)
 
 
-def _send_events(outbox: Outbox, sender: EventSender) -> None:
+def _send_events(outbox: Outbox, senders: EventSenders) -> None:
     while (event := outbox.get()) is not None:
-        sender.send(event)
-    sender.close(linger_s=LINGER_S)
+        senders.send(event)
+    senders.close(linger_s=LINGER_S)
 
 
 if __name__ == "__main__":

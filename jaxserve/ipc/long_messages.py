@@ -34,6 +34,8 @@ class _LongStep(msgspec.Struct, tag="outputs", array_like=True, frozen=True, gc=
     engine: int
     outputs: list[msgspec.Raw]
     stats: StepStats
+    num_submits: int = 0
+    num_other_submits: int = 0
 
 
 POSITIONS_AT_ONCE = 500
@@ -124,4 +126,4 @@ def decode_event_in_parts(data: bytes) -> Generator[None, None, EngineEvent]:
                 positions += map(_position_decoder.decode, part)
             output = msgspec.structs.replace(output, prompt_logprobs=positions)
         outputs.append(output)
-    return StepOutputs(step.engine, outputs, step.stats)
+    return StepOutputs(step.engine, outputs, step.stats, step.num_submits, step.num_other_submits)

@@ -1,4 +1,7 @@
-"""The messages between the front process and an engine process, and their encoding.
+"""The messages between an engine process and its readers, and their encoding.
+
+A *reader* receives the events of an engine. Reader 0 started the engine process: the front, or the
+main process of a server with several fronts. The others are these fronts, which have numbers from 1.
 
 Messages are msgpack arrays with a tag. Nothing is pickled, and no message carries arrays or jax
 types. Times are seconds of `time.monotonic`, which on Linux all processes of a machine share.
@@ -28,7 +31,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True, gc=Fals
     """Runs one request.
 
     Attributes:
-      request_id: unique among the requests in flight.
+      request_id: unique among the requests in flight. Those of reader r > 0 begin with ``r:`` (see
+        `wire_id`).
       prompt_token_ids: at least one ID, each in ``[0, Ready.vocab_size)``.
       params: ``seed`` is set and ``n`` is 1. ``stop_token_ids`` includes the end tokens of the
         model besides ``eos_token_id``.
@@ -67,6 +71,27 @@ class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True, gc=False)
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True, gc=False):
     """Ends the process. The engine drops requests in flight, so the front drains first."""
+
+
+class AddReader(msgspec.Struct, tag="add-reader", array_like=True, frozen=True, gc=False):
+    """Sends events to one more reader, which has bound the socket ``address`` before.
+
+    It is the first message of the reader. Once an engine has had other readers, reader 0 sends no
+    `Submit`: the IDs of its requests would not tell whose they are.
+    """
+
+    reader: int
+    address: str
+
+
+class RemoveReader(msgspec.Struct, tag="remove-reader", array_like=True, frozen=True, gc=False):
+    """Aborts the requests of a reader and closes its socket.
+
+    The reader itself sends it, or reader 0 when the reader is dead. The engine drops what still
+    arrives from it.
+    """
+
+    reader: int
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True, frozen=True, gc=False):
@@ -214,11 +239,33 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True, gc=False):
-    """All outputs of one step, and the state after it. Without outputs, a heartbeat."""
+    """The outputs of one step, and the state after it. Without outputs, a heartbeat.
+
+    Attributes:
+      engine: index of the engine.
+      outputs: those of the requests of this reader, with the IDs that the reader knows.
+      stats: the state of the engine.
+      num_submits: requests of this reader that the engine has handled since its start.
+      num_other_submits: the same for all other readers.
+    """
 
     engine: int
     outputs: list[RequestOutput]
     stats: StepStats
+    num_submits: int = 0
+    num_other_submits: int = 0
+
+
+class Arrived(msgspec.Struct, tag="arrived", array_like=True, frozen=True, gc=False):
+    """Other readers have sent requests. Goes to fronts only, while the engine runs a step.
+
+    Attributes:
+      engine: index of the engine.
+      num_other_submits: requests of all other readers that have arrived since the engine started.
+    """
+
+    engine: int
+    num_other_submits: int
 
 
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True, gc=False):
@@ -241,8 +288,8 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True, g
     running_ids: tuple[str, ...] = ()
 
 
-EngineRequest = Submit | Abort | Shutdown
-EngineEvent = Progress | Ready | StepOutputs | EngineFailed
+EngineRequest = Submit | Abort | Shutdown | AddReader | RemoveReader
+EngineEvent = Progress | Ready | StepOutputs | Arrived | EngineFailed
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -256,7 +303,7 @@ def encode(message: EngineRequest | EngineEvent) -> bytes:
 
 
 def decode_request(data: bytes) -> EngineRequest:
-    """Decodes a message from the front.
+    """Decodes a message from a reader.
 
     Raises msgspec.DecodeError, msgspec.ValidationError or InvalidRequestError unless it is a valid
     `EngineRequest`.

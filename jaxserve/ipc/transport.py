@@ -1,11 +1,11 @@
-"""Sockets between the front process and its engines, which carry `ipc.messages`.
+"""Sockets between engine processes and their readers, which carry `ipc.messages`.
 
-    front                                            engine i
-    RequestSender   ── requests-i: Submit, Abort ──>  RequestReceiver   binds
-    EventReceiver   <── events-i: StepOutputs ... ──  EventSender
+    reader r                                           engine process p
+    RequestSender   ── requests-p: Submit, Abort ──>    RequestReceiver   binds
+    EventReceiver   <── events-p-r: StepOutputs ... ──  EventSender
      binds
 
-The sockets of the engine block and have one thread each. Those of the front belong to an asyncio
+The sockets of an engine block and have one thread each. Those of a reader belong to an asyncio
 loop. The queues have no limit of their own: the admission limit of the front bounds them.
 """
 
@@ -26,6 +26,7 @@ import zmq.asyncio
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.ipc.long_messages import SubmitEncoder, decode_event_in_parts
 from jaxserve.ipc.messages import (
+    Abort,
     BadSubmit,
     EngineEvent,
     EngineRequest,
@@ -34,6 +35,7 @@ from jaxserve.ipc.messages import (
     decode_request,
     encode,
 )
+from jaxserve.ipc.wire_ids import wire_id
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +52,11 @@ MAX_SOCKET_PATH = 107
 
 
 class SocketFolder:
-    """A new folder for the sockets of one front, private to its user (mode 0700).
+    """A new folder for the sockets of one server, private to its user (mode 0700).
 
     It is in the temporary folder, or in /tmp if the paths of the sockets would be too long there.
-    The front locks the folder as long as it lives. So a folder without a lock was left by a front
-    that was killed, and a new one removes it. Programs that clean the temporary folder, such as
+    The process that made the folder locks it as long as it lives. So a folder without a lock was
+    left by one that was killed, and a new one removes it. Programs that clean the temporary folder, such as
     systemd-tmpfiles, leave a locked folder alone.
 
     Raises:
@@ -64,7 +66,7 @@ class SocketFolder:
     def __init__(self) -> None:
         try:
             parent = tempfile.gettempdir()
-            longest = os.path.join(parent, FOLDER_PREFIX + 8 * "x", "requests-9999")
+            longest = os.path.join(parent, FOLDER_PREFIX + 8 * "x", "events-9999-9999")
             if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
                 parent = "/tmp"
             self.path, lock = _make_locked_folder(parent)
@@ -76,12 +78,12 @@ class SocketFolder:
         self._lock: int | None = lock
         remove_dead_folders(parent)
 
-    def events(self, process: int) -> str:
-        """The address that the front binds and an engine process connects to."""
-        return f"ipc://{self.path}/events-{process}"
+    def events(self, process: int, reader: int = 0) -> str:
+        """The address that a reader binds and an engine process connects to."""
+        return f"ipc://{self.path}/events-{process}-{reader}"
 
     def requests(self, process: int) -> str:
-        """The address that an engine process binds and the front connects to."""
+        """The address that an engine process binds and its readers connect to."""
         return f"ipc://{self.path}/requests-{process}"
 
     def control(self, reader: int) -> str:
@@ -141,12 +143,13 @@ def _remove_if_dead(path: str) -> None:
 
 
 class RequestSender:
-    """Sends requests from the front to one engine.
+    """Sends the requests of one reader to one engine.
 
     Close it when the engine is gone; otherwise the socket keeps trying to reconnect.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, address: str, *, reader: int = 0) -> None:
+        self._reader = reader
         self._socket = zmq.Socket(context, zmq.PUSH)  # a plain socket: sending never waits
         self._socket.set_hwm(0)
         self._socket.connect(address)
@@ -154,16 +157,21 @@ class RequestSender:
 
     def send(self, request: EngineRequest) -> None:
         """Queues a request. Never waits for the engine."""
+        if self._reader:
+            request = _with_wire_ids(request, self._reader)
         is_submit = isinstance(request, Submit)
         self._socket.send(self._encoder.encode(request) if is_submit else encode(request))
 
-    def close(self) -> None:
-        """Closes the socket and drops requests that the engine has not received. Idempotent."""
-        self._socket.close(linger=0)
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Closes the socket. Idempotent.
+
+        Requests that the engine has not received have ``linger_s`` seconds to reach it.
+        """
+        self._socket.close(linger=round(linger_s * 1000))
 
 
 class EventReceiver:
-    """Receives the events of one engine in the front."""
+    """Receives the events of one engine in a reader."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
         self._socket = context.socket(zmq.PULL)
@@ -224,7 +232,7 @@ class RequestReceiver:
 
 
 class EventSender:
-    """Sends events from an engine to the front. Belongs to one thread."""
+    """Sends events from an engine to one reader. Belongs to one thread."""
 
     def __init__(self, context: zmq.Context, address: str) -> None:
         self._socket = context.socket(zmq.PUSH)
@@ -232,12 +240,24 @@ class EventSender:
         self._socket.connect(address)
 
     def send(self, event: EngineEvent) -> None:
-        """Queues an event. Never waits for the front."""
+        """Queues an event. Never waits for the reader."""
         self._socket.send(encode(event))
 
     def close(self, *, linger_s: float) -> None:
-        """Closes the socket. Events already queued have ``linger_s`` seconds to reach the front."""
+        """Closes the socket. Queued events have ``linger_s`` seconds to reach the reader."""
         self._socket.close(linger=round(linger_s * 1000))
+
+
+def _with_wire_ids(request: EngineRequest, reader: int) -> EngineRequest:
+    """Returns a request of ``reader`` with the IDs that it has on the wire."""
+    match request:
+        case Submit():
+            name = wire_id(reader, request.request_id)
+            return msgspec.structs.replace(request, request_id=name)
+        case Abort():
+            return Abort([wire_id(reader, name) for name in request.request_ids])
+        case _:
+            return request
 
 
 async def _decoded_in_parts(data: bytes) -> EngineEvent | None:

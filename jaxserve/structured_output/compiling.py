@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -46,6 +46,10 @@ class CompilingRequests:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterates over the IDs of the requests."""
+        return iter(self._entries)
 
     def add(self, submit: Submit) -> None:
         """Adds a request. Its ID must not be that of another waiting request."""

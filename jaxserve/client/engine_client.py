@@ -11,9 +11,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 import msgspec
 
 from jaxserve.client.balancer import Balancer
+from jaxserve.client.engines import Callbacks, Engines
 from jaxserve.client.in_flight import InFlight
 from jaxserve.client.output_stream import OutputStream
-from jaxserve.client.replica import Observers, Replica, Silence
+from jaxserve.client.replica import Replica
 from jaxserve.client.supervisor import Supervisor
 from jaxserve.config import EngineConfig
 from jaxserve.errors import (
@@ -40,7 +41,10 @@ class EngineClient:
     An engine that dies or hangs is restarted. Its requests continue on another engine if one can
     serve, else on the first that is back. Until then they are parked.
 
-    Call everything on the asyncio loop on which `start` was called.
+    `start` also starts the engines. In a front of several, whose main process runs the engines,
+    ``EngineClient(AttachedEngines(...), config)`` uses them.
+
+    Call everything on the asyncio loop on which the client was created.
 
     Attributes:
       on_outputs: called with every `StepOutputs` before its outputs are handed to their streams;
@@ -48,34 +52,27 @@ class EngineClient:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        factory: str,
-        *,
-        on_progress: Callable[[Progress], None],
-        stuck_after_s: float,
-        waits_for_engines: bool,
+        self, engines: Engines, config: EngineConfig, *, waits_for_engines: bool = False
     ) -> None:
-        """Creates a folder for sockets only. Use `start`, which also starts the engines."""
+        """Uses engines that are not ready yet.
+
+        Args:
+          engines: the engines, which `close` stops.
+          config: the settings of every engine.
+          waits_for_engines: see `start`.
+        """
         self.on_outputs: Callable[[StepOutputs], None] | None = None
         self._waits_for_engines = waits_for_engines
         self._in_order = config.scheduler.policy == "fcfs"
-        self._balancer = Balancer()
+        self._num_engines = config.parallel.data_parallel_size
+        self._balancer = Balancer(first=engines.reader % self._num_engines)
         self._parked: dict[str, InFlight] = {}  # oldest first
         self._request_ended = asyncio.Event()
-        timeout_s = config.recovery.engine_timeout
-        self._supervisor = Supervisor(
-            config,
-            factory,
-            Observers(self._observe, on_progress),
-            Silence(suspect_s=min(stuck_after_s, timeout_s), dead_s=timeout_s),
-            on_ready=self._place_parked,
-            on_death=self._move_requests,
-        )
-        self._supervisor.gone.add_done_callback(lambda gone: self._fail_all(gone.result()))
-        self._replicas = self._supervisor.replicas
-        self._readies: list[Ready] = []
+        self._engines = engines
+        self._replicas = engines.replicas
         self._closing: asyncio.Task[None] | None = None
+        engines.watch(Callbacks(self._observe, self._on_ready, self._move_requests))
+        engines.gone.add_done_callback(lambda gone: self._fail_all(gone.result()))
 
     @classmethod
     async def start(
@@ -103,15 +100,15 @@ class EngineClient:
             fix the cause.
           EngineDeadError: an engine failed or died. Its traceback, if it sent one, is in the log.
         """
-        client = cls(
+        supervisor = Supervisor(
             config,
             factory,
-            on_progress=on_progress or (lambda _: None),
             stuck_after_s=stuck_after_s,
-            waits_for_engines=waits_for_engines,
+            on_progress=on_progress or (lambda _: None),
         )
+        client = cls(supervisor, config, waits_for_engines=waits_for_engines)
         try:
-            client._readies = await client._supervisor.start()
+            await supervisor.start()
         except BaseException:
             await client.close()
             raise
@@ -120,24 +117,28 @@ class EngineClient:
     @property
     def engines(self) -> Mapping[int, Ready]:
         """The resolved settings with which each engine started first, by its index."""
-        return {ready.engine: ready for ready in self._readies}
+        return self._engines.readies
 
     @property
     def ready(self) -> Ready:
-        """The settings of the first engine, with the smallest sizes of all engines."""
+        """The settings of the first engine, with the smallest sizes of all engines.
+
+        Every engine must have been ready once.
+        """
+        readies = self._engines.readies
         sizes = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
-        smallest = {name: min(getattr(ready, name) for ready in self._readies) for name in sizes}
-        return msgspec.structs.replace(self._readies[0], **smallest)
+        smallest = {name: min(getattr(r, name) for r in readies.values()) for name in sizes}
+        return msgspec.structs.replace(readies[0], **smallest)
 
     @property
     def gone(self) -> asyncio.Future[EngineDeadError]:
-        """Done, with the reason, when no engine is left and none will be restarted."""
-        return self._supervisor.gone
+        """See `Engines.gone`."""
+        return self._engines.gone
 
     @property
     def stats(self) -> Mapping[int, StepStats]:
         """The latest state of each engine, by its index. A dead engine has no requests."""
-        return {replica.engine: replica.stats for replica in self._replicas}
+        return {engine: replica.stats for engine, replica in self._replicas.items()}
 
     @property
     def num_in_flight(self) -> int:
@@ -171,7 +172,11 @@ class EngineClient:
 
     def check_health(self) -> None:
         """Raises EngineDeadError unless every engine can serve."""
-        for replica in self._replicas:
+        if self.gone.done():
+            raise EngineDeadError(str(self.gone.result()))
+        if len(self._replicas) < self._num_engines:
+            raise EngineDeadError("not every engine has started")
+        for replica in self._replicas.values():
             replica.check_health()
 
     async def drain(self, timeout_s: float) -> None:
@@ -190,6 +195,8 @@ class EngineClient:
     async def close(self, *, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """Stops the engines and removes the sockets. Requests in flight fail with EngineDeadError.
 
+        Engines that another process runs are not stopped; they abort the requests in flight.
+
         An engine that can serve has ``timeout_s`` seconds to end its step. Idempotent, even during
         another call. Cancelling the call does not stop the closing.
         """
@@ -200,12 +207,12 @@ class EngineClient:
     async def _close(self, timeout_s: float) -> None:
         error = EngineDeadError("the engines have been shut down")
         self._fail_all(error)
-        await self._supervisor.stop(error, timeout_s=timeout_s)
+        await self._engines.stop(error, timeout_s=timeout_s)
         self._fail_all(error)
 
     def _in_flight(self) -> tuple[dict[str, InFlight], ...]:
         """Returns the requests in flight in each place where they can be."""
-        return (self._parked, *(replica.requests for replica in self._replicas))
+        return (self._parked, *(replica.requests for replica in self._replicas.values()))
 
     def _accept(self, request: InFlight) -> None:
         """Sends a new request to an engine.
@@ -228,10 +235,13 @@ class EngineClient:
 
     def _place(self, request: InFlight) -> bool:
         """Sends a request to the engine with the lowest load; returns False if none can serve."""
-        loads = {replica.engine: replica.load for replica in self._replicas if replica.can_serve}
+        loads = {i: replica.load for i, replica in self._replicas.items() if replica.can_serve}
         if loads:
             self._replicas[self._balancer.pick(loads)].submit(request)
         return bool(loads)
+
+    def _on_ready(self, _: Replica) -> None:
+        self._place_parked()
 
     def _place_parked(self) -> None:
         for request in list(self._parked.values()):
@@ -254,7 +264,7 @@ class EngineClient:
         """Takes requests away from the engines. Returns those that were in flight."""
         ids = list(request_ids)
         taken = [self._parked.pop(i) for i in ids if i in self._parked]
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             own = [i for i in ids if i in replica.requests]
             taken += [replica.requests[i] for i in own]
             replica.abort(own)

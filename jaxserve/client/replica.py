@@ -1,4 +1,4 @@
-"""One engine process as the front sees it: its sockets, its state and its requests."""
+"""One engine process as one of its readers sees it: sockets, state, load, requests in flight."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import msgspec
 import zmq.asyncio
 
 from jaxserve.client.balancer import Load
-from jaxserve.client.death import Death, exited, reported
+from jaxserve.client.death import Death, reported
 from jaxserve.client.in_flight import InFlight
-from jaxserve.client.launcher import EngineProcess
 from jaxserve.client.totals import continued
 from jaxserve.errors import EngineDeadError, JaxserveError
-from jaxserve.ipc.launch import FAILED_EXIT_CODE, Launch
 from jaxserve.ipc.messages import (
     Abort,
+    AddReader,
+    Arrived,
     EngineEvent,
     EngineFailed,
+    EngineRequest,
     Progress,
     Ready,
-    Shutdown,
     StepOutputs,
     StepStats,
 )
@@ -34,12 +34,24 @@ from jaxserve.ipc.transport import EventReceiver, RequestSender, remove_socket
 
 logger = logging.getLogger(__name__)
 
-EXIT_REASON_TIMEOUT_S = 2.0
-"""Seconds to wait for `EngineFailed` after a process has ended with `FAILED_EXIT_CODE`."""
 
-CATCH_UP_S = 1.0
-"""Seconds to handle events that arrived while the front itself was stopped, before an engine counts
-as stuck."""
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where a reader and an engine process meet.
+
+    Attributes:
+      engine: index of the engine.
+      process: number of the process. Every start of an engine gets a new one.
+      reader: number of the reader; see `ipc.messages`.
+      requests_address: the socket that the engine binds.
+      events_address: the socket that the reader binds.
+    """
+
+    engine: int
+    process: int
+    reader: int
+    requests_address: str
+    events_address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,102 +59,105 @@ class Observers:
     """Called with the events of an engine, before they are handled further."""
 
     outputs: Callable[[StepOutputs], None]
-    progress: Callable[[Progress], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Silence:
-    """The seconds for which an engine may send nothing. An idle one sends a heartbeat every second.
-
-    Attributes:
-      suspect_s: then it gets no new requests.
-      dead_s: then it counts as dead.
-    """
-
-    suspect_s: float
-    dead_s: float
+    progress: Callable[[Progress], None] = lambda _: None
 
 
 class Replica:
     """One engine process from its start to its end. A restarted engine is a new replica.
 
     Attributes:
-      process: the process.
+      link: the process and its addresses.
+      name: of the process, for messages.
       ready: the resolved settings once the engine can serve, or the error that ended its start.
       requests: the requests in flight on the engine, by ID, oldest first.
-      stats: the latest state of the engine. Totals include those of the replicas before it.
+      stats_before: the totals of the engine before this process; None if it is the first.
+      stats: the latest state of the engine. Totals include those before this process.
       death: set when the engine is dead.
     """
 
     def __init__(
         self,
-        launch: Launch,
+        link: Link,
         context: zmq.asyncio.Context,
         observers: Observers,
-        silence: Silence,
         *,
-        before: Replica | None = None,
+        suspect_s: float,
+        stats_before: StepStats | None = None,
     ) -> None:
-        """Starts the process.
+        """Binds the socket for events.
 
         Args:
-          launch: the settings of the process.
+          link: the process and its addresses.
           context: makes the sockets.
           observers: see `Observers`.
-          silence: applies once the engine can serve. To a restart, it applies from the beginning.
-          before: the dead replica that this one replaces.
-
-        Raises:
-          ConfigError: there are fewer visible GPUs than the engines need.
-          OSError: the system has no resources for a process.
+          suspect_s: an engine that has sent nothing for this many seconds gets no new requests. An
+            idle one sends a heartbeat every second.
+          stats_before: see the attribute.
         """
         loop = asyncio.get_running_loop()
+        self.link = link
+        self.name = f"engine {link.engine}"
         self.ready: asyncio.Future[Ready] = loop.create_future()
         self.death: asyncio.Future[Death] = loop.create_future()
         self.requests: dict[str, InFlight] = {}
-        self._stats_before = None if before is None else _restarted(before.stats)
-        self.stats = self._stats_before or StepStats()
-        self._launch = launch
+        self.stats_before = stats_before
+        self.stats = stats_before or StepStats()
         self._context = context
         self._observers = observers
-        self._silence = silence
-        self._is_restart = before is not None
+        self._suspect_s = suspect_s
         self._sender: RequestSender | None = None
-        self._num_sent = 0
+        # Requests since the process started: sent from here; handled, as it last reported; those of
+        # other readers that have arrived, and that it had handled.
+        self._num_sent = self._num_handled = 0
+        self._others_arrived = self._others_handled = 0
         self._last_event_s = time.monotonic()
         self._ready_s: float | None = None
-        self._events = EventReceiver(context, launch.events_address)
-        try:
-            self.process = EngineProcess(launch)
-        except BaseException:
-            self._events.close()
-            raise
-        watches = (self._listen(), self._watch_process(), self._watch_silence())
-        self._tasks = [loop.create_task(watch) for watch in watches]
+        self._events = EventReceiver(context, link.events_address)
+        self._listening = loop.create_task(self._listen())
 
     @property
     def engine(self) -> int:
         """The index of the engine."""
-        return self._launch.engine
+        return self.link.engine
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether the engine can serve, or could before it died."""
+        return self._ready_s is not None
 
     @property
     def can_serve(self) -> bool:
         """Whether the engine should get new requests."""
         return (
-            self._sender is not None
-            and not self.death.done()
-            and self._silent_s <= self._silence.suspect_s
+            self._sender is not None and not self.death.done() and self.silent_s <= self._suspect_s
         )
 
     @property
     def load(self) -> Load:
         """The engine's current load."""
-        return Load(self.stats.num_waiting, self.stats.num_running, self._num_sent)
+        num_sent = self._num_sent - self._num_handled
+        # What others sent before this reader came has arrived, but no message has said so yet.
+        num_others = max(self._others_arrived - self._others_handled, 0)
+        return Load(self.stats.num_waiting, self.stats.num_running, num_sent + num_others)
 
     @property
     def served_s(self) -> float:
         """Seconds since the engine could serve; 0 if it cannot yet."""
         return 0.0 if self._ready_s is None else time.monotonic() - self._ready_s
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last event of the engine's main thread."""
+        return time.monotonic() - self._last_event_s
+
+    def connect(self, ready: Ready) -> None:
+        """Says that the engine can serve, and connects to it."""
+        self._ready_s = time.monotonic()
+        link = self.link
+        self._sender = RequestSender(self._context, link.requests_address, reader=link.reader)
+        if link.reader:
+            self._sender.send(AddReader(link.reader, link.events_address))
+        self.ready.set_result(ready)
 
     def submit(self, request: InFlight) -> None:
         """Sends a request, or the rest of one that a dead engine had begun."""
@@ -157,8 +172,13 @@ class Replica:
         """Takes requests from the engine. The caller ends their streams."""
         for request_id in request_ids:
             del self.requests[request_id]
-        if request_ids and self._sender is not None:
-            self._sender.send(Abort(request_ids))
+        if request_ids:
+            self.send(Abort(request_ids))
+
+    def send(self, request: EngineRequest) -> None:
+        """Sends a request that is not a `Submit`, unless the engine is dead or starting."""
+        if self._sender is not None:
+            self._sender.send(request)
 
     def check_health(self) -> None:
         """Raises EngineDeadError if the engine is dead, starting, or silent for too long."""
@@ -167,7 +187,14 @@ class Replica:
         if self._sender is None:
             raise EngineDeadError(f"engine {self.engine} is being restarted")
         if not self.can_serve:
-            raise EngineDeadError(self._stuck_message())
+            raise EngineDeadError(self.stuck_message())
+
+    def stuck_message(self) -> str:
+        """Returns what to say about an engine that sends nothing."""
+        return (
+            f"{self.name} is stuck: it has sent nothing for {self.silent_s:.0f} s; requests in "
+            f"flight: {len(self.requests)}"
+        )
 
     def suspects(self, *, in_order: bool) -> AbstractSet[str]:
         """Returns the IDs of the requests that may have been running when the engine died.
@@ -183,32 +210,43 @@ class Replica:
         most = self.ready.result().max_num_seqs if in_order else None
         return set(islice(self.requests, most))
 
-    async def stop(self, error: JaxserveError, *, timeout_s: float) -> None:
-        """Ends the process, and waits until it has exited and the sockets are closed.
+    def retire(self, error: JaxserveError, last: EngineRequest) -> RequestSender | None:
+        """Sends a last request and takes no more; ``error`` is the reason of the death.
 
-        An engine that can serve gets a `Shutdown` and ``timeout_s`` seconds to exit.
+        Returns the socket with the last request, which the caller closes; None if the engine cannot
+        receive anything.
         """
         sender, self._sender = self._sender, None
         if sender is not None:
-            sender.send(Shutdown())
-        self._die(Death(error))
-        await self.process.stop(timeout_s=timeout_s if sender is not None else 0)
-        if sender is not None:
-            sender.close()
-        await self._close()
+            sender.send(last)
+        self.die(Death(error))
+        return sender
 
-    async def remove(self) -> None:
-        """Kills the process of a dead engine, and closes the sockets."""
-        await self.process.kill()
-        await self._close()
+    def die(self, death: Death) -> None:
+        """Marks the engine as dead. Later calls have no effect."""
+        if self.death.done():
+            return
+        self.death.set_result(death)
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        if not self.ready.done():
+            self.ready.set_exception(death.error)
+            self.ready.exception()  # marks it as retrieved: there may be no waiter
+        self.stats = msgspec.structs.replace(self.stats, num_running=0, num_waiting=0, kv_usage=0.0)
 
-    async def _close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def abandon(self) -> None:
+        """Closes the socket of an engine whose process could not be started."""
+        self._listening.cancel()
         self._events.close()
-        for address in (self._launch.requests_address, self._launch.events_address):
-            remove_socket(address)
+
+    async def close(self) -> None:
+        """Closes the sockets of a dead engine, and removes their files."""
+        assert self.death.done()
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+        self._events.close()
+        remove_socket(self.link.events_address)
 
     async def _listen(self) -> None:
         """Handles the events of the engine, for as long as the replica lives."""
@@ -222,52 +260,40 @@ class Replica:
         except Exception as error:
             # Without this task, no output arrives any more.
             logger.exception("the engine client failed")
-            self._die(Death(EngineDeadError(f"the engine client failed: {error}")))
-
-    async def _watch_process(self) -> None:
-        """Notices the end of the process, for whatever reason."""
-        exit_code = await self.process.wait()
-        if exit_code == FAILED_EXIT_CODE:  # EngineFailed may still be in the socket
-            await asyncio.wait([self.death], timeout=EXIT_REASON_TIMEOUT_S)
-        self._die(exited(self._name, exit_code))
-
-    async def _watch_silence(self) -> None:
-        """Notices that the engine hangs."""
-        if not self._is_restart:
-            await asyncio.wait([self.ready])
-        while True:
-            await asyncio.sleep(max(self._silence.dead_s - self._silent_s, 0))
-            if self._silent_s >= self._silence.dead_s:
-                await asyncio.sleep(CATCH_UP_S)
-            if self._silent_s >= self._silence.dead_s:
-                self._die(Death(EngineDeadError(self._stuck_message())))
-                return
+            self.die(Death(EngineDeadError(f"the engine client failed: {error}")))
 
     def _handle(self, event: EngineEvent) -> None:
         if self.death.done():  # sent before the engine died or was stopped
             return
-        self._last_event_s = time.monotonic()
         match event:
             case StepOutputs():
+                self._last_event_s = time.monotonic()
                 self._handle_outputs(event)
+            case Arrived():
+                # From the input thread of the engine, which runs even if the main thread hangs.
+                self._others_arrived = event.num_other_submits
+            case _:
+                self._last_event_s = time.monotonic()
+                self._handle_start_or_end(event)
+
+    def _handle_start_or_end(self, event: Progress | Ready | EngineFailed) -> None:
+        match event:
             case Progress():
                 self._observers.progress(event)
             case Ready():
-                self._ready_s = time.monotonic()
-                self._sender = RequestSender(self._context, self._launch.requests_address)
-                self.ready.set_result(event)
+                self.connect(event)
             case EngineFailed():
                 if not event.is_user_error:
                     logger.error("engine %d failed:\n%s", event.engine, event.traceback)
-                self._die(reported(event))
+                self.die(reported(event))
 
     def _handle_outputs(self, event: StepOutputs) -> None:
         """Stores the state of the engine and hands the outputs of a step to their streams."""
-        if self._stats_before is not None:
-            stats = continued(self._stats_before, event.stats)
+        if self.stats_before is not None:
+            stats = continued(self.stats_before, event.stats)
             event = msgspec.structs.replace(event, stats=stats)
         self.stats = event.stats
-        self._num_sent = 0
+        self._num_handled, self._others_handled = event.num_submits, event.num_other_submits
         self._observers.outputs(event)
         for output in event.outputs:
             request = self.requests.get(output.request_id)
@@ -276,34 +302,3 @@ class Replica:
             if output.finish_reason is not None:
                 del self.requests[output.request_id]
             request.push(output)
-
-    def _die(self, death: Death) -> None:
-        """Marks the engine as dead. Later calls have no effect."""
-        if self.death.done():
-            return
-        self.death.set_result(death)
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
-        if not self.ready.done():
-            self.ready.set_exception(death.error)
-            self.ready.exception()  # marks it as retrieved: there may be no waiter
-        self.stats = msgspec.structs.replace(self.stats, num_running=0, num_waiting=0, kv_usage=0.0)
-
-    @property
-    def _silent_s(self) -> float:
-        return time.monotonic() - self._last_event_s
-
-    @property
-    def _name(self) -> str:
-        return f"engine {self.engine} (pid {self.process.pid})"
-
-    def _stuck_message(self) -> str:
-        return (
-            f"{self._name} is stuck: it has sent nothing for {self._silent_s:.0f} s; requests in "
-            f"flight: {len(self.requests)}"
-        )
-
-
-def _restarted(stats: StepStats) -> StepStats:
-    return msgspec.structs.replace(stats, total_restarts=stats.total_restarts + 1)

@@ -147,6 +147,11 @@ class Request:
         return len(self.token_ids) + self.num_unknown_tokens
 
     @property
+    def may_end(self) -> bool:
+        """Whether the tokens in flight may reach the length limit. Drafts may be rejected."""
+        return self.num_tokens >= self.max_num_tokens
+
+    @property
     def least_computed_tokens(self) -> int:
         """The computed tokens if all drafts in flight are rejected."""
         return self.num_computed_tokens - self.num_drafts_in_flight

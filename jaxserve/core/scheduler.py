@@ -240,7 +240,7 @@ class Scheduler:
         # Preemption removes requests from the end of `_running` during this loop: first those after
         # this request, then this request itself.
         for request in self._running:
-            if request.num_tokens - request.num_computed_tokens != 1 or _will_end(request):
+            if request.num_tokens - request.num_computed_tokens != 1 or request.may_end:
                 continue
             updates = self._allocate_or_preempt(request)
             if updates is None:
@@ -326,8 +326,3 @@ class Scheduler:
         # Once per step: removing ended requests one by one would be quadratic.
         if any(request.status is Status.FINISHED for request in self._running):
             self._running = [r for r in self._running if r.status is Status.RUNNING]
-
-
-def _will_end(request: Request) -> bool:
-    """Whether the tokens in flight may reach the length limit. A draft may not count in the end."""
-    return request.num_tokens >= request.max_num_tokens

@@ -77,8 +77,7 @@ class EngineLoop:
         self._inbox = inbox
         self._send = send
         self._handled = HandledSubmits()
-        self._sent_stats: StepStats | None = None
-        self._sent_num_submits = 0
+        self._sent: tuple[StepStats | None, int] = (None, 0)
 
     def run(self) -> None:
         """Runs until `Shutdown` arrives.
@@ -119,6 +118,7 @@ class EngineLoop:
                     self._core.abort(ids)
                 case AddReader():
                     self._handled.share()
+                    self._sent = (None, 0)  # so that the new reader learns the state at once
                 case RemoveReader(reader=reader):
                     self._handled.share()
                     self._core.abort(i for i in self._core.request_ids if split(i)[0] == reader)
@@ -131,9 +131,9 @@ class EngineLoop:
 
     def _report(self, outputs: list[RequestOutput], *, heartbeat: bool) -> None:
         stats, handled = self._core.stats(), self._handled
-        is_new = stats != self._sent_stats or handled.total != self._sent_num_submits
-        if outputs or heartbeat or is_new:
-            self._sent_stats, self._sent_num_submits = stats, handled.total
+        sent_stats, sent_total = self._sent
+        if outputs or heartbeat or stats != sent_stats or handled.total != sent_total:
+            self._sent = stats, handled.total
             step = StepOutputs(self._engine, outputs, stats, handled.total)
             self._send(SharedStep(step, handled.by_reader.copy()) if handled.by_reader else step)
 

@@ -147,6 +147,8 @@ class EventSenders:
     def send(self, item: Outgoing) -> None:
         """Queues an event for the readers that it concerns, or adds or removes one."""
         match item:
+            case StepOutputs():
+                self._first.send(item)
             case SharedStep():
                 self._send_step(item.step, item.num_submits)
             case SubmitArrived(reader=sender):

@@ -1,7 +1,8 @@
 """The messages between an engine process and its readers, and their encoding.
 
-A *reader* receives the events of an engine. Reader 0 started the engine process: the front, or the
-main process of a server with several fronts. The others are these fronts, which have numbers from 1.
+A *reader* receives the events of an engine. Reader 0 started the engine process: it is the front,
+or the main process of a server with several fronts. Each of these fronts is a reader with a number
+from 1, and no number is used twice.
 
 Messages are msgpack arrays with a tag. Nothing is pickled, and no message carries arrays or jax
 types. Times are seconds of `time.monotonic`, which on Linux all processes of a machine share.

@@ -1,8 +1,8 @@
 """Sockets between engine processes and their readers, which carry `ipc.messages`.
 
-    reader r                                           engine process p
-    RequestSender   ── requests-p: Submit, Abort ──>    RequestReceiver   binds
-    EventReceiver   <── events-p-r: StepOutputs ... ──  EventSender
+    reader r                                         engine process p
+    RequestSender   ── in-p: Submit, Abort ... ───>   RequestReceiver   binds
+    EventReceiver   <── out-p-r: StepOutputs ... ──   EventSender
      binds
 
 The sockets of an engine block and have one thread each. Those of a reader belong to an asyncio
@@ -56,8 +56,8 @@ class SocketFolder:
 
     It is in the temporary folder, or in /tmp if the paths of the sockets would be too long there.
     The process that made the folder locks it as long as it lives. So a folder without a lock was
-    left by one that was killed, and a new one removes it. Programs that clean the temporary folder, such as
-    systemd-tmpfiles, leave a locked folder alone.
+    left by one that was killed, and a new one removes it. Programs that clean the temporary folder,
+    such as systemd-tmpfiles, leave a locked folder alone.
 
     Raises:
       ConfigError: no temporary folder can be written to.
@@ -66,7 +66,7 @@ class SocketFolder:
     def __init__(self) -> None:
         try:
             parent = tempfile.gettempdir()
-            longest = os.path.join(parent, FOLDER_PREFIX + 8 * "x", "events-9999-9999")
+            longest = os.path.join(parent, FOLDER_PREFIX + 8 * "x", "out-9999-9999")
             if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
                 parent = "/tmp"
             self.path, lock = _make_locked_folder(parent)
@@ -80,11 +80,11 @@ class SocketFolder:
 
     def events(self, process: int, reader: int = 0) -> str:
         """The address that a reader binds and an engine process connects to."""
-        return f"ipc://{self.path}/events-{process}-{reader}"
+        return f"ipc://{self.path}/out-{process}-{reader}"
 
     def requests(self, process: int) -> str:
         """The address that an engine process binds and its readers connect to."""
-        return f"ipc://{self.path}/requests-{process}"
+        return f"ipc://{self.path}/in-{process}"
 
     def control(self, reader: int) -> str:
         """The address that the main process binds and front process ``reader`` connects to."""

@@ -189,7 +189,7 @@ async def test_close_fails_requests_in_flight_and_removes_processes_and_folder(s
     streams = await start_streams(client, 3)
     children = engines()
     assert len(children) == 2
-    folder = client._supervisor._folder.path
+    folder = client._engines.folder.path
     assert os.path.isdir(folder)
     await asyncio.gather(client.close(), client.close())
     await client.close()

@@ -69,7 +69,7 @@ async def test_streams_of_a_killed_engine_continue_on_another(start, engines):
     assert second in engines()
     assert len(engines()) == 2
     assert requests_held(client) == [0, 0]
-    assert len(os.listdir(client._supervisor._folder.path)) == 4  # two sockets for each process
+    assert len(os.listdir(client._engines.folder.path)) == 4  # two sockets for each process
 
 
 async def test_streams_of_the_only_engine_continue_once_it_is_back(start, engines, caplog):

@@ -194,7 +194,7 @@ async def test_an_engine_ignores_sigint_and_sigterm(client):
 
 async def test_an_engine_that_cannot_send_exits(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("jaxserve.client.replica.EXIT_REASON_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("jaxserve.client.owned_engine.EXIT_REASON_TIMEOUT_S", 0.01)
     (tmp_path / "odd.py").write_text(
         "import time\ndef build(config, engine, on_progress):\n"
         "    on_progress(object())\n    time.sleep(60)\n"

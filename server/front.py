@@ -13,8 +13,8 @@ import sys
 
 import uvloop
 import zmq.asyncio
-from jaxserve.client.attached import AttachedEngines
 
+from jaxserve.client.attached import AttachedEngines
 from jaxserve.client.engine_client import EngineClient
 from jaxserve.errors import JaxserveError
 from jaxserve.front.shared_counts import SharedCounts

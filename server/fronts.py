@@ -25,9 +25,9 @@ class Fronts:
     """The fronts of a server. Each has an index that it keeps over restarts.
 
     Args:
-      launches: the settings of each front; each process gets a reader number and a control socket.
-      control_address: returns the address of the control socket for a reader number.
+      count: the number of fronts.
       listeners: the sockets that listen.
+      launch: returns the settings of a new process, from its index and its reader number.
       on_begin: called with the reader number of each new process. Returns what it must be told
         first; `send` reaches it from then on.
       on_end: called with each process that has ended.
@@ -40,10 +40,10 @@ class Fronts:
 
     def __init__(
         self,
-        launches: Sequence[FrontLaunch],
+        count: int,
         listeners: Sequence[socket.socket],
         *,
-        control_address: Callable[[int], str],
+        launch: Callable[[int, int], FrontLaunch],
         on_begin: Callable[[int], Sequence[ToFront]],
         on_end: Callable[[FrontProcess], None],
         max_restarts: int,
@@ -52,8 +52,9 @@ class Fronts:
         """Starts the processes. Needs a running event loop."""
         loop = asyncio.get_running_loop()
         self.gone: asyncio.Future[JaxserveError] = loop.create_future()
-        self._launches = list(launches)
-        self._control_address = control_address
+        self._count = count
+        self._launch = launch
+        self._fingerprint = ""  # of the files that the first fronts have read
         self._on_begin = on_begin
         self._on_end = on_end
         self._max_restarts = max_restarts
@@ -74,15 +75,12 @@ class Fronts:
         Raises:
           JaxserveError: a front cannot start.
         """
-        for index in range(len(self._launches)):
+        for index in range(self._count):
             self._fronts.append(self._new_front(index))
         ups = [front.up for front in self._fronts]
         await asyncio.wait(ups, return_when=asyncio.FIRST_EXCEPTION)
         up = [each.result() for each in ups if each.done()][0]
-        # A front that is restarted must read the same files.
-        self._launches = [
-            msgspec.structs.replace(launch, fingerprint=up.fingerprint) for launch in self._launches
-        ]
+        self._fingerprint = up.fingerprint
         for index in range(len(self._fronts)):
             task = asyncio.create_task(self._keep_running(index))
             task.add_done_callback(self._on_supervision_ended)
@@ -118,9 +116,7 @@ class Fronts:
 
     def _new_front(self, index: int) -> FrontProcess:
         reader = next(self._readers)
-        launch = msgspec.structs.replace(
-            self._launches[index], reader=reader, control_address=self._control_address(reader)
-        )
+        launch = msgspec.structs.replace(self._launch(index, reader), fingerprint=self._fingerprint)
         front = FrontProcess(launch, self._context, self._silence, on_abort=self._pass_on)
         for message in self._on_begin(reader):
             front.send(message)

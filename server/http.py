@@ -81,8 +81,10 @@ class HttpServer(uvicorn.Server):
 
     def _make_protocol(self) -> asyncio.Protocol:
         """Returns a protocol as `uvicorn.Server.startup` makes them."""
-        return self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        return self.config.http_protocol_class(
+            config=self.config,  # type: ignore[call-arg]
+            server_state=self.server_state,  # type: ignore[call-arg]
+            app_state=self.lifespan.state,  # type: ignore[call-arg]
         )
 
     def _abort_connections(self) -> None:

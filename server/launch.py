@@ -16,9 +16,10 @@ class FrontLaunch(msgspec.Struct, frozen=True):
       index: the index of the front, which it keeps over restarts.
       reader: the number of the process as a reader of engines. It is never used again.
       control_address: the socket of the main process for `ipc.control`.
-      connections_fd: the inherited file descriptor on which accepted connections arrive.
       counts_fd: the inherited file descriptor of the counts that all processes share.
       settings: what any front needs to know.
+      connections_fd: the inherited file descriptor on which accepted connections arrive. Each
+        process gets its own when it is started.
       fingerprint: the `FrontUp.fingerprint` that the front must have; "" for any.
       log_level: the level of `logging` from which the front logs; that of the main process.
     """
@@ -26,8 +27,8 @@ class FrontLaunch(msgspec.Struct, frozen=True):
     index: int
     reader: int
     control_address: str
-    connections_fd: int
     counts_fd: int
     settings: FrontSettings
+    connections_fd: int = -1
     fingerprint: str = ""
     log_level: int = logging.WARNING

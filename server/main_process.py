@@ -16,8 +16,9 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxserve.client.engine_client import SHUTDOWN_TIMEOUT_S
+from jaxserve.client.engines import Callbacks
 from jaxserve.client.replica import Replica
-from jaxserve.client.supervisor import Callbacks, Supervisor
+from jaxserve.client.supervisor import Supervisor
 from jaxserve.errors import EngineDeadError, JaxserveError
 from jaxserve.front.counts import IN_FLIGHT
 from jaxserve.front.metrics import StepMetrics
@@ -50,7 +51,7 @@ class MainProcess:
     ) -> None:
         """Creates sockets and shared memory. Needs a running event loop."""
         config, server = settings.config, settings.server
-        self._keep_running = server.keep_running
+        self._settings = settings
         self._phase = Phase("starting")
         self._on_progress = on_progress
         self._supervisor = Supervisor(
@@ -67,19 +68,10 @@ class MainProcess:
             )
         )
         self._supervisor.gone.add_done_callback(self._on_engines_gone)
-        launches = [
-            FrontLaunch(
-                index=index,
-                counts_fd=self._counts.fileno(),
-                settings=settings,
-                log_level=logger.getEffectiveLevel(),
-            )
-            for index in range(server.api_server_count)
-        ]
         self._fronts = Fronts(
-            launches,
+            server.api_server_count,
             listeners,
-            control_address=self._supervisor.folder.control,
+            launch=self._launch,
             on_begin=self._news_for,
             on_end=self._on_front_ended,
             max_restarts=config.recovery.max_engine_restarts,
@@ -117,7 +109,9 @@ class MainProcess:
 
     def ends(self) -> list[asyncio.Future]:
         """See `Service.ends`."""
-        return [self._fronts.gone, *(() if self._keep_running else (self._supervisor.gone,))]
+        if self._settings.server.keep_running:
+            return [self._fronts.gone]
+        return [self._fronts.gone, self._supervisor.gone]
 
     def refuse(self, stops: Stops) -> None:
         """See `Service.refuse`. The fronts begin to drain."""
@@ -135,6 +129,17 @@ class MainProcess:
         error = EngineDeadError("the engines have been shut down")
         await self._supervisor.stop(error, timeout_s=0 if at_once else SHUTDOWN_TIMEOUT_S)
         self._counts.close()
+
+    def _launch(self, index: int, reader: int) -> FrontLaunch:
+        """Returns the settings of a new front process."""
+        return FrontLaunch(
+            index=index,
+            reader=reader,
+            control_address=self._supervisor.folder.control(reader),
+            counts_fd=self._counts.fileno(),
+            settings=self._settings,
+            log_level=logger.getEffectiveLevel(),
+        )
 
     def _news_for(self, reader: int) -> list[ToFront]:
         """Returns what a new front has to be told first."""

@@ -29,7 +29,7 @@ async def test_the_haste_only_grows():
 async def test_at_once_decides_everything():
     stops = Stops()
     stops.decide(Haste.AT_ONCE)
-    assert stops.stop.done() and stops.limited.done() and stops.at_once.done()
+    assert all(each.done() for each in (stops.stop, stops.limited, stops.at_once))
 
 
 async def test_an_event_cancels_work_that_has_not_ended():

@@ -20,6 +20,10 @@ BYTE = b"c"
 MAX_UNTAKEN = 64
 """The most connections that a front has not taken yet. It takes one in less than a millisecond."""
 
+STALL_S = 0.5
+"""A front that leaves a connection untaken for this many seconds gets no more until it has taken
+it."""
+
 
 class ConnectionSender:
     """The end of the main process, which belongs to one front.
@@ -32,7 +36,7 @@ class ConnectionSender:
         """Needs a running event loop."""
         self._socket, self.child_end = socket.socketpair()
         self._socket.setblocking(False)
-        self._untaken: collections.deque[socket.socket] = collections.deque()
+        self._untaken: collections.deque[tuple[socket.socket, float]] = collections.deque()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket, self._on_taken)
 
@@ -41,13 +45,21 @@ class ConnectionSender:
         """Connections that were sent and that the front has not taken."""
         return len(self._untaken)
 
+    @property
+    def can_send(self) -> bool:
+        """Whether the front should get another connection."""
+        if not self._untaken:
+            return True
+        waits_s = self._loop.time() - self._untaken[0][1]
+        return len(self._untaken) < MAX_UNTAKEN and waits_s < STALL_S
+
     def send(self, connection: socket.socket) -> bool:
         """Sends a connection; returns False, and leaves it to the caller, if that is impossible."""
         try:
             socket.send_fds(self._socket, [BYTE], [connection.fileno()])
         except OSError:  # the front has ended, or the system has too many descriptors under way
             return False
-        self._untaken.append(connection)
+        self._untaken.append((connection, self._loop.time()))
         return True
 
     def close(self) -> list[socket.socket]:
@@ -60,7 +72,7 @@ class ConnectionSender:
         self._loop.remove_reader(self._socket)
         self._on_taken()
         self._socket.close()
-        untaken = list(self._untaken)
+        untaken = [connection for connection, _ in self._untaken]
         self._untaken.clear()
         return untaken
 
@@ -72,7 +84,8 @@ class ConnectionSender:
         if not taken:  # the front has ended: otherwise the loop would call this again and again
             self._loop.remove_reader(self._socket)
         for _ in taken:
-            self._untaken.popleft().close()
+            connection, _ = self._untaken.popleft()
+            connection.close()
 
 
 class ConnectionReceiver:

@@ -62,7 +62,9 @@ class FrontServer:
             num_fronts=launch.settings.server.api_server_count,
             num_engines=config.parallel.data_parallel_size,
         )
-        self._front = Front(launch.settings, self._connect, counts=counts)
+        self._front = Front(
+            launch.settings, self._connect, counts=counts, fingerprint=launch.fingerprint
+        )
         self._front.state.abort_elsewhere = self._aborts.abort
 
     async def run(self) -> int:

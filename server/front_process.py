@@ -29,13 +29,16 @@ from jaxserve.ipc.control_channel import ControlChannel
 from jaxserve.ipc.launch import FAILED_EXIT_CODE
 from jaxserve.ipc.transport import remove_socket
 from server.abort_calls import AbortCalls
-from server.connections import MAX_UNTAKEN, ConnectionSender
+from server.connections import ConnectionSender
 from server.launch import FrontLaunch
 
 logger = logging.getLogger(__name__)
 
 EXIT_REASON_TIMEOUT_S = 2.0
 """Seconds to wait for `FrontFailed` after a process has ended with `FAILED_EXIT_CODE`."""
+
+WATCH_INTERVAL_S = 1.0
+"""Seconds between two looks at how long a front has been silent."""
 
 CATCH_UP_S = 1.0
 """Seconds to handle messages that arrived while the main process itself was stopped, before a front
@@ -124,7 +127,7 @@ class FrontProcess:
             self._last_message_s is not None
             and not self.ended.done()
             and self._silent_s <= self._silence.suspect_s
-            and self.connections.num_untaken < MAX_UNTAKEN
+            and self.connections.can_send
         )
 
     @property
@@ -186,8 +189,7 @@ class FrontProcess:
 
     async def _watch_silence(self) -> None:
         while True:
-            left_s = self._silence.dead_s - self._silent_s
-            await asyncio.sleep(max(left_s, 0))
+            await asyncio.sleep(WATCH_INTERVAL_S)
             if self._silent_s >= self._silence.dead_s:
                 await asyncio.sleep(CATCH_UP_S)
             if self._silent_s >= self._silence.dead_s:

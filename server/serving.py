@@ -15,9 +15,10 @@ from functools import partial
 import uvicorn
 from starlette.applications import Starlette
 
+from jaxserve.checkpoint.fingerprint import FILES_HAVE_CHANGED
 from jaxserve.client.engine_client import SHUTDOWN_TIMEOUT_S, EngineClient
 from jaxserve.client.protocol import Engine
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import CheckpointError, JaxserveError
 from jaxserve.front.counts import Counts
 from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
@@ -44,6 +45,7 @@ class Front:
       connect: returns the client of the engines, once they can serve.
       listeners: sockets that listen. Further connections can come through `HttpServer.adopt`.
       counts: where requests are counted.
+      fingerprint: the `ModelFiles.fingerprint` that the files must have; "" for any.
 
     Attributes:
       state: the state that all routes share.
@@ -57,6 +59,7 @@ class Front:
         listeners: Sequence[socket.socket] = (),
         *,
         counts: Counts,
+        fingerprint: str = "",
     ) -> None:
         """Begins to serve. Needs a running event loop."""
         self.state = ServerState(counts=counts)
@@ -67,6 +70,7 @@ class Front:
         self.http = http_server(app, settings.server)
         self._settings = settings
         self._connect = connect
+        self._fingerprint = fingerprint
         self._client: EngineClient | None = None
         self._serving = asyncio.create_task(self.http.serve(sockets=list(listeners)))
 
@@ -92,6 +96,8 @@ class Front:
         connecting = asyncio.ensure_future(self._connect())
         try:
             files = await in_daemon_thread(ModelFiles.open, settings.config.model)
+            if self._fingerprint not in ("", files.fingerprint):
+                raise CheckpointError(FILES_HAVE_CHANGED)
             self._client = await connecting
         except BaseException:
             connecting.cancel()

@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 import zmq
 
+from jaxserve.checkpoint.fingerprint import FILES_HAVE_CHANGED
 from jaxserve.engine.core import BuiltEngine, EngineCore
 from jaxserve.engine.readers import Arrivals, EventSenders, HandledSubmits, Outgoing, SharedStep
 from jaxserve.errors import CheckpointError, JaxserveError
@@ -187,9 +188,7 @@ def serve(launch: Launch) -> int:
 def _check_fingerprint(launch: Launch, ready: Ready) -> None:
     """Refuses other weights than those with which the requests in flight began."""
     if launch.fingerprint not in ("", ready.fingerprint):
-        raise CheckpointError(
-            "the files of the model have changed since the server started; restart the server"
-        )
+        raise CheckpointError(FILES_HAVE_CHANGED)
 
 
 def load_factory(name: str) -> Callable[..., BuiltEngine]:

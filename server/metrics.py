@@ -46,6 +46,11 @@ ENGINE_METRICS: Mapping[str, EngineMetric] = {
         "counter",
         lambda s: s.total_preemptions,
     ),
+    "corrupted_requests_total": EngineMetric(
+        "Requests that failed because their logits were not finite; 0 with --on-nonfinite ignore.",
+        "counter",
+        lambda s: s.total_corrupted,
+    ),
     "compilations_total": EngineMetric(
         "Programs compiled since the engine started.", "counter", lambda s: s.total_compilations
     ),

@@ -77,10 +77,8 @@ class Scheduler:
         self._in_flight: dict[int, Sequence[Request]] = {}
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
-        self._total_steps = 0
-        self._total_preemptions = 0
-        self._total_prompt_tokens = 0
-        self._total_generation_tokens = 0
+        self._total_steps = self._total_preemptions = self._total_corrupted = 0
+        self._total_prompt_tokens = self._total_generation_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -110,6 +108,7 @@ class Scheduler:
             total_drafts=self._drafts.total_drafts,
             total_draft_tokens=self._drafts.total_draft_tokens,
             accepted_per_position=tuple(self._drafts.accepted_per_position),
+            total_corrupted=self._total_corrupted,
         )
 
     def add(self, submit: Submit, constraint: Constraint | None = None) -> None:
@@ -192,6 +191,7 @@ class Scheduler:
             outputs.append(self._finish_output(request, token_ids, entries))
         for request, output in failures(drafted, result):
             self._end(request)
+            self._total_corrupted += 1
             outputs.append(output)
         self._drop_ended_from_running()
         self._total_steps += 1

@@ -33,7 +33,7 @@ class AdmissionLimit:
 
     @property
     def num_in_flight(self) -> int:
-        """How many hold a permit now, in all processes that share the gauge."""
+        """The number of permits that are held now, in all processes that share the gauge."""
         return self._in_flight.total
 
     def admit(self, count: int) -> Permit:

@@ -28,7 +28,7 @@ class Cells(Protocol):
 
 
 class Counts(Protocol):
-    """What a process counts, and the sums over the processes of its server."""
+    """The counts of a process, and their sums over the processes of its server."""
 
     @property
     def own(self) -> Cells:

@@ -62,7 +62,7 @@ class Histogram:
         """Counts a value, ``times`` times."""
         cells = self._cells
         cells[self._first + bisect_left(self.bounds, value)] += times
-        cells[self._sum] += value * times
+        cells[self._sum] += value if times == 1 else value * times
 
     @property
     def counts(self) -> list[int]:
@@ -232,6 +232,10 @@ class RequestMetrics:
         self.inter_token_latency = histograms.pop("inter_token_latency")
         self.max_generation_tokens = histograms.pop("max_generation_tokens")
         self.by_request = histograms
+        self._at_the_end = [
+            (kind.value, kind.needs_token, histograms[name].observe)
+            for name, kind in REQUEST_HISTOGRAMS.items()
+        ]
 
     @property
     def prompt_tokens(self) -> int:
@@ -240,7 +244,7 @@ class RequestMetrics:
 
     @property
     def cached_tokens(self) -> int:
-        """Those of `prompt_tokens` that were in the prefix cache."""
+        """The part of `prompt_tokens` that was in the prefix cache."""
         return int(self._cells[CACHED_TOKENS])
 
     @property
@@ -257,17 +261,18 @@ class RequestMetrics:
     def tokens_arrived(self, record: RequestRecord, count: int, now: float) -> None:
         """Counts ``count`` tokens of a completion that arrived together; 0 for an embedding."""
         cells = self._cells
-        if record.first_token_s == 0.0:
-            record.first_token_s = now
+        since = record.last_token_s
+        if since:
+            more = count
+        else:
+            record.first_token_s = since = now
             self.time_to_first_token.observe(now - record.arrival_s)
             cells[PROMPT_TOKENS] += record.num_prompt_tokens
             cells[CACHED_TOKENS] += record.num_cached_tokens
             more = count - 1
-        else:
-            more = count
-        if more > 0:
-            # Tokens that arrive together share the time since the tokens before them.
-            since = record.last_token_s or now
+        if more == 1:
+            self.inter_token_latency.observe(now - since)
+        elif more > 1:  # tokens that arrive together share the time since the tokens before them
             self.inter_token_latency.observe((now - since) / more, more)
         record.last_token_s = now
         record.num_generated += count
@@ -277,10 +282,10 @@ class RequestMetrics:
         """Counts a completion that has ended. ``reason``: one of `FINISH_REASONS`."""
         self._cells[FINISHED[reason]] += 1
         has_token = record.first_token_s > 0
-        for name, kind in REQUEST_HISTOGRAMS.items():
-            value = kind.value(record, now) if has_token or not kind.needs_token else None
+        for value_of, needs_token, observe in self._at_the_end:
+            value = value_of(record, now) if has_token or not needs_token else None
             if value is not None:
-                self.by_request[name].observe(value)
+                observe(value)
 
 
 class StepMetrics:

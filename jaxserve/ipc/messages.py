@@ -220,6 +220,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
       total_restarts: restarts of the process; the front counts them.
       accepted_per_position: drafts that were accepted, as the first, second, ... of their step;
         empty without speculation.
+      total_corrupted: requests that ended because numbers of the model were not finite; 0 with
+        ``--on-nonfinite ignore``.
     """
 
     num_running: int = 0
@@ -237,6 +239,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
     total_draft_tokens: int = 0
     total_restarts: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    total_corrupted: int = 0
 
 
 class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True, gc=False):

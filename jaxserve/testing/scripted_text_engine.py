@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.front.counts import Counts
 from jaxserve.front.served_model import ServedModel
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import Ready, Submit
@@ -17,6 +18,7 @@ def scripted_text_engine(
     tokens_per_output: int = 1,
     ready: Ready = READY,
     max_in_flight: int = 1024,
+    counts: Counts | None = None,
     **options: Any,
 ) -> TextEngine:
     """Returns a text engine on a `ScriptedEngine` with the tiny tokenizer.
@@ -25,7 +27,7 @@ def scripted_text_engine(
       *answers: strings or token IDs. Requests get them in turn, each followed by the end token.
       tokens_per_output: how many tokens each engine output carries.
       ready: the sizes that the engine reports.
-      max_in_flight: as for `TextEngine`.
+      max_in_flight, counts: as for `TextEngine`.
       **options: as for `ServedModel.create`.
     """
     tokenizer = tiny_tokenizer()
@@ -40,4 +42,4 @@ def scripted_text_engine(
 
     engine = ScriptedEngine(script, tokens_per_output=tokens_per_output, ready=ready)
     model = ServedModel.create(ready, tokenizer, **{"names": ("tiny",), **options})
-    return TextEngine(engine, model, max_in_flight=max_in_flight)
+    return TextEngine(engine, model, max_in_flight=max_in_flight, counts=counts)

@@ -72,10 +72,14 @@ def body_of(**fields):
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_completion_is_an_error_and_the_next_request_is_served(server, kind):
     """JS-228."""
+    before = server.metric("corrupted_requests_total")
     error = server.refused(COMPLETIONS, body_of(**BODIES[kind]), status=500)
     assert error["message"].startswith(REASON)
     assert (error["type"], error["code"]) == ("InternalServerError", 500)
     server.until_idle()
+    # The error of the first of several completions may abort the others.
+    most = BODIES[kind].get("n", 1)
+    assert 1 <= server.metric("corrupted_requests_total") - before <= most
 
 
 def test_a_stream_ends_with_an_error_event(serve, random_checkpoint, tmp_path):
@@ -150,4 +154,5 @@ def test_ignored_values_give_the_replies_of_vllm(serve, damaged):
     reply = server.complete(**body_of(temperature=0, logprobs=1))
     assert reply["usage"]["completion_tokens"] == 5
     assert reply["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0] * 5
+    assert server.metric("corrupted_requests_total") == 0
     server.good_request()

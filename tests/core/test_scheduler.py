@@ -293,8 +293,10 @@ class TestNumbersThatAreNotFinite:
         second = scheduler.schedule(0.0)
         failed = StepResult([[], [EOS]], not_finite={"a"})
         assert len(scheduler.update(first, failed)) == 2
+        assert scheduler.stats().total_corrupted == 1
         failed = StepResult([[], []], not_finite={"a", "b"})
         assert scheduler.update(second, failed) == []
+        assert scheduler.stats().total_corrupted == 1
         assert not scheduler.has_work
         scheduler.check_integrity()
 

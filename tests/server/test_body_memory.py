@@ -3,13 +3,17 @@
 import asyncio
 import gzip
 import json
+import os
 from collections.abc import AsyncIterator
+from contextlib import closing
 
 import pytest
 from starlette.exceptions import HTTPException
 
 from jaxserve.config import MIB
 from jaxserve.errors import ConfigError
+from jaxserve.front.counts import BODY_BYTES, Gauge
+from jaxserve.front.shared_counts import SharedCounts
 from jaxserve.testing.waiting import until
 from server.app import create_app
 from server.body_memory import FREE_BYTES, BodyMemory
@@ -34,6 +38,21 @@ def test_bytes_beyond_the_first_of_each_body_count_until_the_share_ends() -> Non
         with memory.share() as third:
             third.grow_to(FREE_BYTES)
     assert memory.num_bytes == 0
+
+
+def test_the_limit_is_that_of_all_fronts() -> None:
+    with closing(SharedCounts.create(num_fronts=2, num_engines=1)) as main:
+        first, second = (
+            BodyMemory(1000, Gauge(SharedCounts.attach(os.dup(main.fileno()), **sizes), BODY_BYTES))
+            for sizes in ({"index": i, "num_fronts": 2, "num_engines": 1} for i in range(2))
+        )
+        with first.share() as share, second.share() as other:
+            share.grow_to(FREE_BYTES + 600)
+            with pytest.raises(HTTPException):
+                other.grow_to(FREE_BYTES + 401)
+            other.grow_to(FREE_BYTES + 400)
+            assert first.num_bytes == second.num_bytes == 1000
+        assert first.num_bytes == second.num_bytes == 0
 
 
 def test_the_limit_is_at_least_that_of_one_body() -> None:

@@ -1,5 +1,9 @@
 """The metrics page for Prometheus."""
 
+import os
+from contextlib import closing
+
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.front.metrics import (
@@ -9,9 +13,13 @@ from jaxserve.front.metrics import (
     StepMetrics,
     token_buckets,
 )
+from jaxserve.front.shared_counts import SharedCounts
+from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import RequestOutput, StepOutputs, StepStats
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
+from server.app import create_app
 from server.metrics import ENGINE_METRICS, render
+from server.state import ServerState
 
 PROMPT = {"prompt": [1] * 20, "max_tokens": 2}
 
@@ -89,6 +97,53 @@ def test_steps_are_counted_once_and_heartbeats_are_not() -> None:
     assert page["vllm:iteration_tokens_total_count"][()] == 2
     assert page["vllm:iteration_tokens_total_sum"][()] == 31
     assert bounds(page, "iteration_tokens_total") == [1, *(2**i for i in range(3, 15))]
+
+
+async def test_the_pages_of_all_fronts_are_the_same_and_count_all_requests() -> None:
+    sizes = {"num_fronts": 2, "num_engines": 1}
+    with closing(SharedCounts.create(**sizes)) as main:
+        StepMetrics(main.own).step_done(
+            StepOutputs(0, [], StepStats(total_steps=1, num_step_tokens=30))
+        )
+        pages, loads = [], []
+        engines = [
+            scripted_text_engine(
+                "hello world", counts=SharedCounts.attach(os.dup(main.fileno()), index=i, **sizes)
+            )
+            for i in range(2)
+        ]
+        for text_engine, times in zip(engines, (1, 2), strict=True):
+            async with client_of(text_engine) as client:
+                for _ in range(times):
+                    assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
+        with engines[0].admit(3, 1), engines[1].admit(2, 2):
+            for text_engine in engines:
+                async with client_of(text_engine) as client:
+                    pages.append((await client.get("/metrics")).text)
+                    loads.append((await client.get("/load")).json())
+                    loads.append(
+                        {"server_load": (await client.get("/server_info")).json()["server_load"]}
+                    )
+    assert loads == [{"server_load": 7}] * 4
+    assert pages[0] == pages[1]
+    page = parse(pages[0])
+    assert page["vllm:request_success_total"][(("finished_reason", "length"),)] == 3
+    assert page["vllm:prompt_tokens_total"][()] == 60
+    assert page["vllm:generation_tokens_total"][()] == 6
+    assert page["vllm:inter_token_latency_seconds_count"][()] == 3
+    assert page["vllm:iteration_tokens_total_sum"][()] == 30
+
+
+def client_of(text_engine: TextEngine) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(create_app(ServerState(text_engine)))
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+def test_requests_with_numbers_that_are_not_finite_are_counted() -> None:
+    text_engine = scripted_text_engine("he")
+    text_engine.engine.base_stats = StepStats(total_corrupted=3)
+    page = parse(render(text_engine, prefix="vllm"))
+    assert page["vllm:corrupted_requests_total"][()] == 3
 
 
 def test_each_engine_has_its_own_samples(monkeypatch) -> None:

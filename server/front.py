@@ -50,7 +50,7 @@ class FrontServer:
         config = launch.settings.config
         self._launch = launch
         self._context = zmq.asyncio.Context()
-        self._channel = ControlChannel.of_front(self._context, launch.control_address)
+        self._channel = ControlChannel.of_front(self._context, launch.control)
         self._connections = ConnectionReceiver(launch.connections_fd)
         self._aborts = AbortCalls(self._channel.send)
         self._stops = Stops()

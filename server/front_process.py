@@ -27,7 +27,6 @@ from jaxserve.ipc.control import (
 )
 from jaxserve.ipc.control_channel import ControlChannel
 from jaxserve.ipc.launch import FAILED_EXIT_CODE
-from jaxserve.ipc.transport import remove_socket
 from server.abort_calls import AbortCalls
 from server.connections import ConnectionSender
 from server.launch import FrontLaunch
@@ -84,7 +83,7 @@ class FrontProcess:
 
         Args:
           launch: the settings of the process; ``connections_fd`` is replaced.
-          context: makes the control socket.
+          context: makes the control sockets.
           silence: applies as soon as the front takes connections.
           on_abort: called when the front wants requests of the other fronts aborted.
 
@@ -98,7 +97,7 @@ class FrontProcess:
         self._on_abort = on_abort
         self._last_message_s: float | None = None
         self._up_s: float | None = None
-        self._channel = ControlChannel.of_main(context, launch.control_address)
+        self._channel = ControlChannel.of_main(context, launch.control)
         self.aborts = AbortCalls(self._channel.send, timeout_s=ABORT_TIMEOUT_S)
         self.connections = ConnectionSender()
         descriptor = self.connections.child_end.fileno()
@@ -153,7 +152,7 @@ class FrontProcess:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._channel.close()
-        remove_socket(self.launch.control_address)
+        self.launch.control.remove()
         self.aborts.close()
         return self.connections.close()
 

@@ -6,16 +6,17 @@ import logging
 
 import msgspec
 
+from jaxserve.ipc.control_channel import ControlAddresses
 from server.settings import FrontSettings
 
 
 class FrontLaunch(msgspec.Struct, frozen=True):
-    """The settings of a front process: the first line of its standard input, as JSON.
+    """The settings of a front process: the first line of its standard input.
 
     Attributes:
       index: the index of the front, which it keeps over restarts.
       reader: the number of the process as a reader of engines. It is never used again.
-      control_address: the socket of the main process for `ipc.control`.
+      control: the sockets for `ipc.control`.
       counts_fd: the inherited file descriptor of the counts that all processes share.
       settings: what any front needs to know.
       connections_fd: the inherited file descriptor on which accepted connections arrive. Each
@@ -26,7 +27,7 @@ class FrontLaunch(msgspec.Struct, frozen=True):
 
     index: int
     reader: int
-    control_address: str
+    control: ControlAddresses
     counts_fd: int
     settings: FrontSettings
     connections_fd: int = -1

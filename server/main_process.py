@@ -24,6 +24,7 @@ from jaxserve.front.counts import IN_FLIGHT
 from jaxserve.front.metrics import StepMetrics
 from jaxserve.front.shared_counts import SharedCounts
 from jaxserve.ipc.control import EnginesGone, FrontUp, Phase, ToFront
+from jaxserve.ipc.control_channel import ControlAddresses
 from jaxserve.ipc.messages import Progress, StepStats
 from server.front_process import FrontProcess
 from server.fronts import Fronts
@@ -135,7 +136,7 @@ class MainProcess:
         return FrontLaunch(
             index=index,
             reader=reader,
-            control_address=self._supervisor.folder.control(reader),
+            control=ControlAddresses.of(self._supervisor.folder, reader),
             counts_fd=self._counts.fileno(),
             settings=self._settings,
             log_level=logger.getEffectiveLevel(),

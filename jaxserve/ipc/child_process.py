@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from jaxserve.ipc.parent import encode_settings
+
 logger = logging.getLogger(__name__)
 
 STDERR = 2
@@ -49,7 +51,7 @@ class ChildProcess:
 
         Args:
           module: the module to run.
-          settings: the first line of its standard input, as JSON.
+          settings: the first line of its standard input; see `ipc.parent`.
           name: names the process in the log.
           environment: its environment variables. `module_path` is added, so that it imports the
             same modules.
@@ -76,7 +78,7 @@ class ChildProcess:
         ).start()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # already dead: `wait` returns the exit code
-            self._process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            self._process.stdin.write(encode_settings(settings))
 
     @property
     def pid(self) -> int:

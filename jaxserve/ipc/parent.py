@@ -22,6 +22,14 @@ T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
 
 
+def encode_settings(settings: msgspec.Struct) -> bytes:
+    """Returns the line that `begin_child_process` reads: msgpack in hexadecimal digits.
+
+    JSON has no infinite numbers, such as ``--shutdown-timeout inf``.
+    """
+    return msgspec.msgpack.encode(settings).hex().encode() + b"\n"
+
+
 def begin_child_process(settings: type[T]) -> T:
     """Ties this process to its parent; call it on the main thread, before anything else.
 
@@ -33,7 +41,8 @@ def begin_child_process(settings: type[T]) -> T:
     leave_signals_to_the_front()
     faulthandler.enable()
     exit_with_parent()
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=settings)
+    line = bytes.fromhex(sys.stdin.buffer.readline().decode())
+    launch = msgspec.msgpack.decode(line, type=settings)
     start_thread("parent", _exit_at_end_of_input)
     return launch
 

@@ -86,10 +86,6 @@ class SocketFolder:
         """The address that an engine process binds and its readers connect to."""
         return f"ipc://{self.path}/in-{process}"
 
-    def control(self, reader: int) -> str:
-        """The address that the main process binds and front process ``reader`` connects to."""
-        return f"ipc://{self.path}/control-{reader}"
-
     def remove(self) -> None:
         """Removes the folder and its contents. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)

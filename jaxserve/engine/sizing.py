@@ -68,17 +68,12 @@ def resolve_sizes(
         names the largest value that would fit.
     """
     _check_positive(config)
-    cache, asked_len = config.cache, config.model.max_model_len
-    if asked_len is not None and asked_len > context_length:
-        raise ConfigError(
-            f"--max-model-len {asked_len} is more than the model's context of {context_length} "
-            f"tokens; use at most {context_length}"
-        )
-    wanted_len = asked_len or context_length
+    asked_len, block_size = config.model.max_model_len, config.cache.block_size
+    wanted_len = _wanted_len(asked_len, context_length)
     max_num_seqs, max_num_batched_tokens = _step_sizes(config, device)
-    block_bytes = bytes_per_token * cache.block_size
     max_drafts = config.speculation.max_drafts
-    groups = CacheGroups(windows, cache.block_size, max_num_batched_tokens, max_drafts)
+    groups = CacheGroups(windows, block_size, max_num_batched_tokens, max_drafts)
+    block_bytes = bytes_per_token * block_size
     num_blocks, why = _num_blocks(
         config,
         device,
@@ -88,16 +83,7 @@ def resolve_sizes(
     )
     max_model_len = groups.longest(num_blocks - 1, wanted_len)
     if max_model_len < 1:
-        free = ""
-        if why != AS_ASKED:
-            free = (
-                f"; {device.free_bytes / MIB:.0f} MiB are free ({device.limited_by}). Set "
-                "--kv-cache-memory-mib, use --kv-cache-dtype int8, or give the process more memory"
-            )
-        raise ConfigError(
-            f"there is no memory for a KV cache: a request needs {groups.most_blocks(1)} blocks "
-            f"of {block_bytes / MIB:.1f} MiB, and the cache has {num_blocks - 1} ({why}){free}"
-        )
+        raise _no_memory(groups, device, block_bytes=block_bytes, num_blocks=num_blocks, why=why)
     if asked_len is not None and asked_len > max_model_len:
         raise ConfigError(
             f"--max-model-len {asked_len} does not fit the KV cache of {num_blocks} blocks "
@@ -105,19 +91,30 @@ def resolve_sizes(
         )
     on_each = " on each device" if config.parallel.tensor_parallel_size > 1 else ""
     memory = f"{num_blocks * block_bytes / MIB:.0f} MiB{on_each}, {why}"
+    decisions = (
+        _context_decision(asked_len, max_model_len, context_length),
+        _cache_decision(groups, num_blocks, max_model_len, memory),
+    )
     return Sizes(
         max_model_len=max_model_len,
-        block_size=cache.block_size,
+        block_size=block_size,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_drafts=max_drafts,
-        decisions=(
-            _context_decision(asked_len, max_model_len, context_length),
-            _cache_decision(groups, num_blocks, max_model_len, memory),
-        ),
+        decisions=decisions,
         windows=windows,
     )
+
+
+def _wanted_len(asked_len: int | None, context_length: int) -> int:
+    """Returns the longest request that the KV cache should hold, in tokens."""
+    if asked_len is not None and asked_len > context_length:
+        raise ConfigError(
+            f"--max-model-len {asked_len} is more than the model's context of {context_length} "
+            f"tokens; use at most {context_length}"
+        )
+    return asked_len or context_length
 
 
 def _step_sizes(config: EngineConfig, device: Device) -> tuple[int, int]:
@@ -189,6 +186,22 @@ def _cache_budget(cache: CacheConfig, device: Device, full_length_bytes: int) ->
     if full_length_bytes > CPU_CACHE_BYTES:
         return full_length_bytes, "enough for one request of the full context"
     return CPU_CACHE_BYTES, "the default on a CPU"
+
+
+def _no_memory(
+    groups: CacheGroups, device: Device, *, block_bytes: int, num_blocks: int, why: str
+) -> ConfigError:
+    """Returns the error for a cache that holds no request of one token. ``why``: its size."""
+    free = ""
+    if why != AS_ASKED:
+        free = (
+            f"; {device.free_bytes / MIB:.0f} MiB are free ({device.limited_by}). Set "
+            "--kv-cache-memory-mib, use --kv-cache-dtype int8, or give the process more memory"
+        )
+    return ConfigError(
+        f"there is no memory for a KV cache: a request needs {groups.most_blocks(1)} blocks "
+        f"of {block_bytes / MIB:.1f} MiB, and the cache has {num_blocks - 1} ({why}){free}"
+    )
 
 
 def _context_decision(asked_len: int | None, max_model_len: int, context_length: int) -> Decision:

@@ -14,6 +14,7 @@ process that started it has exited. Signals that stop the front do not stop it: 
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import logging
@@ -46,7 +47,7 @@ from jaxserve.ipc.messages import (
     Submit,
 )
 from jaxserve.ipc.parent import begin_child_process, start_thread
-from jaxserve.ipc.transport import RequestReceiver
+from jaxserve.ipc.transport import EventSender, RequestReceiver
 from jaxserve.ipc.wire_ids import split
 
 HEARTBEAT_S = 1.0
@@ -161,7 +162,8 @@ def serve(launch: Launch) -> int:
     inbox: Inbox = queue.SimpleQueue()
     outbox: Outbox = queue.SimpleQueue()
     receiver = RequestReceiver(context, launch.requests_address)
-    senders = EventSenders(context, launch.engine, launch.events_address)
+    connect = functools.partial(EventSender, context)
+    senders = EventSenders(connect, launch.engine, launch.events_address)
     output = start_thread("output", _send_events, outbox, senders)
     start_thread("input", _receive_requests, receiver, inbox, Arrivals(outbox.put))
     core: EngineCore | None = None

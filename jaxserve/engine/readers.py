@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
-import zmq
 
 from jaxserve.ipc.messages import (
     AddReader,
@@ -132,15 +131,15 @@ class EventSenders:
     """Sends the events of an engine to its readers. Belongs to the output thread.
 
     Args:
-      context: makes the sockets.
+      connect: connects to the socket of a reader at an address.
       engine: index of the engine.
       address: the socket of reader 0.
     """
 
-    def __init__(self, context: zmq.Context, engine: int, address: str) -> None:
-        self._context = context
+    def __init__(self, connect: Callable[[str], EventSender], engine: int, address: str) -> None:
+        self._connect = connect
         self._engine = engine
-        self._first = EventSender(context, address)
+        self._first = connect(address)
         self._fronts: dict[int, EventSender] = {}  # readers from 1
         self._arrived: Counter[int] = Counter()  # requests by reader; all before the first are of 0
 
@@ -156,7 +155,7 @@ class EventSenders:
                 self._send_arrived(set(self._fronts) - {sender})
             case NewReader(request=request, num_submits=num_submits):
                 self._arrived[0] += num_submits - self._arrived.total()
-                self._fronts[request.reader] = EventSender(self._context, request.address)
+                self._fronts[request.reader] = self._connect(request.address)
                 self._send_arrived({request.reader})
             case RemoveReader(reader=reader):
                 if reader in self._fronts:

@@ -19,8 +19,10 @@ OUTPUT = st.builds(
     embedding=st.none() | st.lists(FINITE, max_size=9),
 )
 STATS = st.builds(m.StepStats, num_running=st.integers(0, 1000), kv_usage=st.floats(0, 1))
+COUNT = st.integers(0, 10**6)
 EVENT = (
-    st.builds(m.StepOutputs, st.integers(0, 9), st.lists(OUTPUT, max_size=3), STATS)
+    st.builds(m.StepOutputs, st.integers(0, 9), st.lists(OUTPUT, max_size=3), STATS, COUNT, COUNT)
+    | st.builds(m.Arrived, st.integers(0, 9), COUNT)
     | st.builds(m.Progress, st.integers(0, 9), st.text(), FINITE, FINITE, st.text())
     | st.builds(m.EngineFailed, st.integers(0, 9), st.text(), st.text(), st.booleans())
     | st.builds(

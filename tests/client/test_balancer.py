@@ -27,6 +27,13 @@ def test_engines_with_equal_scores_take_turns():
     assert [balancer.pick(loads) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
+def test_fronts_begin_with_different_engines():
+    loads = {engine: Load(0, 2) for engine in (0, 1, 2)}
+    turns = {first: Balancer(first=first) for first in (0, 1, 2)}
+    picks = {first: [turn.pick(loads) for _ in range(3)] for first, turn in turns.items()}
+    assert picks == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]}
+
+
 def test_engines_with_equal_scores_take_turns_after_one_is_gone():
     balancer = Balancer()
     loads = {engine: Load(0, 0) for engine in (0, 1, 2)}

@@ -5,12 +5,13 @@ import contextlib
 import os
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.client.recovery import MAX_DELAY_S, Restarts
-from jaxserve.client.totals import TOTALS, continued
+from jaxserve.client.totals import TOTALS, continued, latest
 from jaxserve.config import STABLE_S, RecoveryConfig
 from jaxserve.errors import ConfigError, EngineDeadError, RequestFailedError
 from jaxserve.ipc.messages import FinishReason, StepStats
@@ -313,6 +314,13 @@ def test_the_sum_of_states_has_every_total():
     assert both.accepted_per_position == (3, 1)
     assert (both.num_running, both.num_waiting, both.kv_usage) == (2, 0, 0.5)
     assert len(TOTALS) >= 9
+
+
+def test_the_later_of_two_states_has_the_larger_totals():
+    a = StepStats(num_running=2, **dict.fromkeys(TOTALS, 5), accepted_per_position=(3, 1))
+    b = StepStats(num_running=1, **dict.fromkeys(TOTALS, 7), accepted_per_position=(3,))
+    assert latest(a, b) == msgspec.structs.replace(a, **dict.fromkeys(TOTALS, 7))
+    assert latest(b, a) == msgspec.structs.replace(b, accepted_per_position=(3, 1))
 
 
 def test_restarts_are_delayed_longer_each_time():

@@ -23,7 +23,13 @@ PARAMS = st.builds(
     grammar=st.none() | st.builds(Grammar, st.sampled_from(["regex", "choice"]), st.text()),
 )
 SUBMIT = st.builds(m.Submit, st.text(), IDS, PARAMS, st.none() | st.integers(0, 10**6))
-REQUEST = SUBMIT | st.builds(m.Abort, st.lists(st.text())) | st.just(m.Shutdown())
+REQUEST = (
+    SUBMIT
+    | st.builds(m.Abort, st.lists(st.text()))
+    | st.just(m.Shutdown())
+    | st.builds(m.AddReader, st.integers(1, 99), st.text())
+    | st.builds(m.RemoveReader, st.integers(1, 99))
+)
 
 
 @given(REQUEST)

@@ -18,12 +18,14 @@ import zmq.asyncio
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.messages import (
     Abort,
+    AddReader,
     BadSubmit,
     Decision,
     EngineFailed,
     FinishReason,
     Progress,
     Ready,
+    RemoveReader,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -175,9 +177,10 @@ def test_addresses_fit_a_socket_if_the_temporary_folder_has_a_long_name(tmp_path
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     folder = SocketFolder()
-    with terminated(zmq.Context()) as context, context.socket(zmq.PULL) as socket:
-        socket.bind(folder.requests(99))
-        assert len(folder.requests(99).removeprefix("ipc://")) <= MAX_SOCKET_PATH
+    for address in (folder.requests(9999), folder.events(9999, 9999)):
+        with terminated(zmq.Context()) as context, context.socket(zmq.PULL) as socket:
+            socket.bind(address)
+        assert len(address.removeprefix("ipc://")) <= MAX_SOCKET_PATH
     folder.remove()
     assert list(long.iterdir()) == []
 
@@ -213,6 +216,21 @@ async def test_every_message_passes_between_front_and_engine(folder):
     await asyncio.to_thread(thread.join, TIMEOUT_S)
     assert received == REQUESTS
     assert events == EVENTS
+
+
+async def test_requests_of_other_readers_have_their_number_on_the_wire(folder):
+    requests = [AddReader(3, "ipc://x"), *REQUESTS[:3], RemoveReader(3)]
+    with terminated(zmq.Context()) as engine_context, front_context() as context:
+        receiver = RequestReceiver(engine_context, folder.requests(0))
+        sender = RequestSender(context, folder.requests(0), reader=3)
+        for request in requests:
+            sender.send(request)
+        sender.close(linger_s=TIMEOUT_S)  # what was sent arrives all the same
+        received = [receiver.receive() for _ in requests]
+        receiver.close()
+    a, b = (msgspec.structs.replace(r, request_id=f"3:{r.request_id}") for r in REQUESTS[:2])
+    assert received == [requests[0], a, b, Abort(["3:a", "3:b"]), requests[-1]]
+    assert [request.request_id for request in REQUESTS[:2]] == ["a", "b"]
 
 
 async def test_the_front_receives_pending_events_together():

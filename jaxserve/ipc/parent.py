@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from jaxserve.ipc.launch import FAILED_EXIT_CODE
-from jaxserve.ipc.signals import leave_signals_to_the_front
+from jaxserve.ipc.signals import leave_signals_to_the_main_process
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def begin_child_process(settings: type[T]) -> T:
 
     Returns the settings, which are the first line of the standard input.
     """
-    leave_signals_to_the_front()
+    leave_signals_to_the_main_process()
     faulthandler.enable()
     exit_with_parent()
     line = bytes.fromhex(sys.stdin.buffer.readline().decode())

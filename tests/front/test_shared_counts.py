@@ -244,8 +244,9 @@ def test_a_reader_never_sees_half_a_value(main) -> None:
         counts.own[50] = b
     """
     seen = set()
-    with process(main, program):
+    with process(main, program) as child:
         wait_until(lambda: main.total(50))
         while len(seen) < 2:
+            assert child.poll() is None
             seen |= {main.total(50) for _ in range(100_000)}
     assert seen == {struct.unpack("d", half)[0] for half in halves}

@@ -117,7 +117,7 @@ class EngineClient:
     @property
     def engines(self) -> Mapping[int, Ready]:
         """The resolved settings with which each engine started first, by its index."""
-        return self._engines.readies
+        return dict(sorted(self._engines.readies.items()))
 
     @property
     def ready(self) -> Ready:
@@ -138,7 +138,7 @@ class EngineClient:
     @property
     def stats(self) -> Mapping[int, StepStats]:
         """The latest state of each engine, by its index. A dead engine has no requests."""
-        return {engine: replica.stats for engine, replica in self._replicas.items()}
+        return {engine: replica.stats for engine, replica in sorted(self._replicas.items())}
 
     @property
     def num_in_flight(self) -> int:

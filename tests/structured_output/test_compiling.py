@@ -101,6 +101,16 @@ def test_other_requests_run_while_a_grammar_is_compiled(core, compiler):
     assert core.stats().num_waiting == 0
 
 
+def test_the_ids_of_requests_include_those_that_wait_for_a_grammar(core):
+    for request_id in "abcdefg":
+        core.add(submit(request_id, ANY if request_id == "c" else None, max_tokens=9))
+    core.step(0.0)
+    assert core.running_ids
+    assert sorted(core.request_ids) == list("abcdefg")
+    core.abort(core.request_ids)
+    assert core.request_ids == ()
+
+
 def test_a_constraint_sees_each_token_once_in_order(depth, compiler):
     """Six requests share four rows and five blocks, so some are preempted."""
     core = make_core(depth, compiler, {"num_blocks": 6, "block_size": 4})

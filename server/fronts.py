@@ -30,7 +30,7 @@ class Fronts:
       launch: returns the settings of a new process, from its index and its reader number.
       on_begin: called with the reader number of each new process. Returns what it must be told
         first; `send` reaches it from then on.
-      on_end: called with each process that has ended.
+      on_end: called with each process that has ended, at least once.
       max_restarts: the most restarts of a front in a row.
       silence: how long a front may send nothing.
 
@@ -112,6 +112,8 @@ class Fronts:
         for connections in await asyncio.gather(*(front.remove() for front in self._fronts)):
             for connection in connections:
                 connection.close()
+        for front in self._fronts:
+            self._on_end(front)
         self._context.term()
 
     def _new_front(self, index: int) -> FrontProcess:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import random
@@ -80,7 +81,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Held:
-    """The memory of a front in bytes, its descriptors and its processes."""
+    """The memory of a server without its engines in bytes, its descriptors, and its children."""
 
     memory_bytes: int
     num_descriptors: int
@@ -88,9 +89,13 @@ class Held:
 
     @classmethod
     def by(cls, front: psutil.Process) -> Held:
-        """Returns the current state of a server."""
-        children = front.children(recursive=True)
-        return cls(front.memory_info().rss, front.num_fds(), len(children))
+        """Returns the current state of the server with this main process."""
+        own = [front, *_children(front, "server.front")]
+        return cls(
+            sum(process.memory_info().rss for process in own),
+            sum(process.num_fds() for process in own),
+            len(front.children(recursive=True)),
+        )
 
     def is_within(self, before: Held) -> bool:
         """Whether a server holds no more than before a job, but for what its allocator keeps."""
@@ -132,13 +137,17 @@ class Tally:
 
 @dataclass(frozen=True)
 class Job:
-    """The amount of work: ``seconds`` or ``num_requests``, in ``num_streams`` at once."""
+    """The amount of work: ``seconds`` or ``num_requests``, in ``num_streams`` at once.
+
+    ``num_fronts``: the number of front processes of the server.
+    """
 
     num_streams: int
     seconds: float | None
     num_requests: int | None
     faults: bool
     seed: int
+    num_fronts: int = 1
 
 
 def make_requests(count: int, *, seed: int) -> list[dict[str, Any]]:
@@ -238,19 +247,20 @@ async def injure(front: psutil.Process, rng: random.Random, injuries: Counter[st
     while True:
         await asyncio.sleep(rng.uniform(2, 8))
         with contextlib.suppress(psutil.Error, IndexError):
-            victim = rng.choice(_engines(front))
+            victim = rng.choice(_children(front, "jaxserve.engine.process"))
             what = rng.choice(["killed", "stopped"])
             victim.kill() if what == "killed" else victim.suspend()
             injuries[what] += 1
 
 
-def _engines(front: psutil.Process) -> list[psutil.Process]:
-    engines: list[psutil.Process] = []
+def _children(front: psutil.Process, module: str) -> list[psutil.Process]:
+    """Returns the children that run a module."""
+    found: list[psutil.Process] = []
     for child in front.children():
         with contextlib.suppress(psutil.Error):
-            if "jaxserve.engine.process" in child.cmdline():
-                engines.append(child)
-    return engines
+            if module in child.cmdline():
+                found.append(child)
+    return found
 
 
 async def until_idle(client: httpx.AsyncClient) -> None:
@@ -287,9 +297,10 @@ async def stress(folder: Path, job: Job) -> Tally:
     requests, tally = make_requests(64, seed=job.seed), Tally()
     async with _served(folder) as (_, client):
         answers = [await ask(client, request, Tally()) for request in requests]
-    async with _served(folder, *(FAULTY if job.faults else ())) as (process, client):
+    flags = ("--api-server-count", str(job.num_fronts), *(FAULTY if job.faults else ()))
+    async with _served(folder, *flags) as (process, client):
         front = psutil.Process(process.pid)
-        warm_up = Job(job.num_streams, None, 10 * job.num_streams, job.faults, job.seed)
+        warm_up = dataclasses.replace(job, seconds=None, num_requests=10 * job.num_streams)
         await run_streams(client, requests, answers, warm_up, tally)
         await until_idle(client)
         tally.before = Held.by(front)
@@ -315,10 +326,11 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--num-requests", type=int, default=1000)
+    parser.add_argument("--fronts", type=int, default=1)
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    job = Job(args.streams, args.seconds, args.num_requests, args.faults, args.seed)
+    job = Job(args.streams, args.seconds, args.num_requests, args.faults, args.seed, args.fronts)
     with tempfile.TemporaryDirectory() as folder:
         tally = asyncio.run(stress(Path(folder), job))
     for name, value in vars(tally).items():

@@ -11,6 +11,7 @@ It has no part in requests: a front sends them to the engines itself.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,9 @@ class MainProcess:
     ) -> None:
         """Creates sockets and shared memory. Needs a running event loop."""
         config, server = settings.config, settings.server
-        self._settings = settings
+        self._settings = dataclasses.replace(
+            settings, api=settings.api.share(server.api_server_count)
+        )
         self._phase = Phase("starting")
         self._on_progress = on_progress
         self._supervisor = Supervisor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ class ApiSettings:
             )
         if not all(self.api_key):
             raise ConfigError("--api-key must not be empty")
+
+    def share(self, num_fronts: int) -> ApiSettings:
+        """Returns the settings of each of several fronts, which divide the memory of bodies."""
+        memory_mib = max(self.max_body_memory_mib // num_fronts, self.max_body_mib)
+        return dataclasses.replace(self, max_body_memory_mib=memory_mib)
 
     @property
     def max_body_bytes(self) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -28,9 +31,15 @@ async def unless_done(event: asyncio.Future[Any], work: Coroutine[Any, Any, T]) 
 
 @contextlib.contextmanager
 def background(work: Coroutine[Any, Any, None]) -> Iterator[None]:
-    """Runs ``work`` while the block runs."""
+    """Runs ``work`` while the block runs. Logs its failure."""
     task = asyncio.create_task(work)
+    task.add_done_callback(_log_failure)
     try:
         yield
     finally:
         task.cancel()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("%s failed", task.get_coro(), exc_info=task.exception())

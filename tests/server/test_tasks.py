@@ -1,34 +1,10 @@
-"""When a server stops and how fast; what a stop does to work that has begun."""
+"""Work that an event interrupts, and work in the background."""
 
 import asyncio
 
 import pytest
 
-from jaxserve.program.stops import Haste, Stops
-from server.tasks import Interrupted, unless_done
-
-
-async def test_the_haste_only_grows():
-    stops = Stops()
-    assert stops.haste == Haste.LIMITED, "of a server that cannot go on"
-    for haste, expected in (
-        (Haste.UNLIMITED, Haste.UNLIMITED),
-        (Haste.LIMITED, Haste.LIMITED),
-        (Haste.UNLIMITED, Haste.LIMITED),
-        (Haste.AT_ONCE, Haste.AT_ONCE),
-        (Haste.LIMITED, Haste.AT_ONCE),
-    ):
-        stops.decide(haste)
-        assert stops.haste == expected
-        assert stops.stop.done()
-        assert stops.limited.done() == (expected >= Haste.LIMITED)
-        assert stops.at_once.done() == (expected >= Haste.AT_ONCE)
-
-
-async def test_at_once_decides_everything():
-    stops = Stops()
-    stops.decide(Haste.AT_ONCE)
-    assert all(each.done() for each in (stops.stop, stops.limited, stops.at_once))
+from server.tasks import Interrupted, background, unless_done
 
 
 async def test_an_event_cancels_work_that_has_not_ended():
@@ -70,3 +46,26 @@ async def test_work_that_fails_because_of_the_event_is_interrupted():
 
     with pytest.raises(Interrupted):
         await unless_done(event, work())
+
+
+async def test_background_work_ends_with_its_block_and_its_failure_is_logged(caplog):
+    failed, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def work(*, fails):
+        try:
+            if fails:
+                failed.set()
+                raise ValueError("wrong")
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with background(work(fails=True)):
+        await failed.wait()
+    assert "ValueError: wrong" in caplog.text
+    cancelled.clear()
+    caplog.clear()
+    with background(work(fails=False)):
+        await asyncio.sleep(0)
+    await cancelled.wait()
+    assert not caplog.text

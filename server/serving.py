@@ -27,7 +27,8 @@ from jaxserve.ipc.messages import Decision, StepStats
 from jaxserve.program.stops import Stops
 from jaxserve.program.threads import in_daemon_thread
 from server.app import create_app
-from server.http import HttpProtocol, HttpServer
+from server.http import HttpProtocol
+from server.http_server import HttpServer
 from server.settings import ApiSettings, FrontSettings, ServerSettings
 from server.state import ServerState
 

@@ -30,6 +30,7 @@ from typing import Any
 import httpx
 import psutil
 
+from jaxserve.bench.held import Held, children_of
 from jaxserve.bench.server_process import ServerProcess
 from jaxserve.testing.tiny import write_checkpoint
 
@@ -77,34 +78,6 @@ class Failed(Exception):
     def __init__(self, outcome: str, message: str = "") -> None:
         super().__init__(message)
         self.outcome = outcome
-
-
-@dataclass(frozen=True)
-class Held:
-    """The memory of a server without its engines in bytes, its descriptors, and its children."""
-
-    memory_bytes: int
-    num_descriptors: int
-    num_processes: int
-
-    @classmethod
-    def by(cls, front: psutil.Process) -> Held:
-        """Returns the current state of the server with this main process."""
-        own = [front, *_children(front, "server.front")]
-        return cls(
-            sum(process.memory_info().rss for process in own),
-            sum(process.num_fds() for process in own),
-            len(front.children(recursive=True)),
-        )
-
-    def is_within(self, before: Held) -> bool:
-        """Whether a server holds no more than before a job, but for what its allocator keeps."""
-        return (
-            self.num_processes <= before.num_processes
-            # Connections of engines that were restarted may be closed a little later.
-            and self.num_descriptors <= before.num_descriptors + 4 * NUM_ENGINES
-            and self.memory_bytes < 1.2 * before.memory_bytes + 2**24
-        )
 
 
 @dataclass
@@ -247,20 +220,10 @@ async def injure(front: psutil.Process, rng: random.Random, injuries: Counter[st
     while True:
         await asyncio.sleep(rng.uniform(2, 8))
         with contextlib.suppress(psutil.Error, IndexError):
-            victim = rng.choice(_children(front, "jaxserve.engine.process"))
+            victim = rng.choice(children_of(front, "jaxserve.engine.process"))
             what = rng.choice(["killed", "stopped"])
             victim.kill() if what == "killed" else victim.suspend()
             injuries[what] += 1
-
-
-def _children(front: psutil.Process, module: str) -> list[psutil.Process]:
-    """Returns the children that run a module."""
-    found: list[psutil.Process] = []
-    for child in front.children():
-        with contextlib.suppress(psutil.Error):
-            if module in child.cmdline():
-                found.append(child)
-    return found
 
 
 async def until_idle(client: httpx.AsyncClient) -> None:

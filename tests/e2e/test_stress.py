@@ -3,7 +3,8 @@
 import psutil
 import pytest
 
-from jaxserve.bench.stress import Held, Job, stress
+from jaxserve.bench.held import Held
+from jaxserve.bench.stress import Job, stress
 
 
 def test_what_is_left_over_is_a_complaint() -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from jaxserve.testing.waiting import until
 from server.tasks import Interrupted, background, unless_done
 
 
@@ -62,7 +63,7 @@ async def test_background_work_ends_with_its_block_and_its_failure_is_logged(cap
 
     with background(work(fails=True)):
         await failed.wait()
-    assert "ValueError: wrong" in caplog.text
+        await until(lambda: "ValueError: wrong" in caplog.text)
     cancelled.clear()
     caplog.clear()
     with background(work(fails=False)):

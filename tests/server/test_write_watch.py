@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.errors import ConfigError
 from jaxserve.testing.waiting import until
-from server.http import HttpServer
+from server.http_server import HttpServer
 from server.serving import http_server
 from server.settings import ServerSettings
 from server.sse import chunk_writer

@@ -62,7 +62,7 @@ class SharedStep:
 
 
 Outgoing: TypeAlias = EngineEvent | SharedStep | NewReader | RemoveReader | SubmitArrived
-"""What the output thread receives."""
+"""The items that the output thread receives."""
 
 
 class Arrivals:

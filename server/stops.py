@@ -8,7 +8,7 @@ from jaxserve.ipc.control import Haste
 
 
 class Stops:
-    """What has been decided so far. Needs a running event loop.
+    """The decisions so far. Needs a running event loop.
 
     Attributes:
       stop: set as soon as the server has to stop.

@@ -60,7 +60,7 @@ class Phase(msgspec.Struct, tag="phase", array_like=True, frozen=True):
 
 
 class Haste(enum.IntEnum):
-    """How long requests in flight may take when a server stops. It only grows."""
+    """The haste of a server that stops: the time that requests in flight have. It only grows."""
 
     UNLIMITED = 0  # as long as they need
     LIMITED = 1  # as long as --shutdown-timeout says, from now on

@@ -57,7 +57,7 @@ class ConnectionSender:
         """Sends a connection; returns False, and leaves it to the caller, if that is impossible."""
         try:
             socket.send_fds(self._socket, [BYTE], [connection.fileno()])
-        except OSError:  # the front has ended, or the system has too many descriptors under way
+        except OSError:  # the front has ended, or too many descriptors are in flight
             return False
         self._untaken.append((connection, self._loop.time()))
         return True

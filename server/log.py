@@ -1,4 +1,4 @@
-"""What a process of the server logs."""
+"""The log of a process of the server."""
 
 from __future__ import annotations
 

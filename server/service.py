@@ -13,7 +13,7 @@ from jaxserve.program.stops import Stops
 
 
 class Service(Protocol):
-    """What a process serves with: a `serving.Front`, or the processes of several."""
+    """A `serving.Front` in this process, or the processes of several."""
 
     @property
     def stats(self) -> Mapping[int, StepStats]:

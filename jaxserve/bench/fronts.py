@@ -34,7 +34,7 @@ NUM_TOKENS = 2
 """Tokens of a reply."""
 
 ROUNDS = 2
-"""How often each number of fronts is measured, in turns, as other work comes and goes."""
+"""Measurements of each number of fronts, in turns, as other work comes and goes."""
 
 
 @dataclass(frozen=True, slots=True)

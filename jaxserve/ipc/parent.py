@@ -1,4 +1,4 @@
-"""What ties a process of the server to the one that started it with `ipc.child_process`."""
+"""The ties of a process of the server to the one that started it with `ipc.child_process`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import enum
 
 
 class Haste(enum.IntEnum):
-    """How long requests in flight may take when a server stops. It only grows."""
+    """The haste of a program that stops: the time that requests in flight have. It only grows."""
 
     UNLIMITED = 0  # as long as they need
     LIMITED = 1  # as long as --shutdown-timeout says, from now on
@@ -15,7 +15,7 @@ class Haste(enum.IntEnum):
 
 
 class Stops:
-    """What has been decided so far. Needs a running event loop.
+    """The decisions so far. Needs a running event loop.
 
     Attributes:
       stop: set as soon as the server has to stop.

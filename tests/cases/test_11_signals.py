@@ -98,7 +98,8 @@ def finish_reason(events) -> str:
 def test_m11_a_signal_drains_and_refuses_new_requests(server, tmp_path, number) -> None:
     started = server("--shutdown-timeout", "inf" if number == signal.SIGHUP else 50)
     url, processes = started.url, started.processes()
-    with streaming(url, LONG) as events:
+    # Long enough for all the requests below, on a slow machine too.
+    with streaming(url, {**BODY, "max_tokens": 500}) as events:
         started.signal(number)
         started.wait_for("Stopping; completions in flight: 1")
         for path in (COMPLETIONS, "/v1/chat/completions", "/v1/embeddings"):

@@ -6,6 +6,8 @@ import random
 import psutil
 import pytest
 
+from jaxserve.testing.waiting import until
+
 
 @pytest.fixture(scope="module")
 def server(serve, tiny_model):
@@ -25,7 +27,7 @@ def make_requests(count: int, *, seed: int) -> list[dict]:
         {
             "model": "tiny",
             "prompt": [rng.randrange(1, 250) for _ in range(rng.randrange(1, 60))],
-            "max_tokens": 100,
+            "max_tokens": 180,
             "temperature": float(i % 2),
             "seed": i,
             "extra_body": {"ignore_eos": True},
@@ -49,17 +51,19 @@ async def test_streams_of_both_fronts_go_on_when_the_engine_is_killed(server) ->
             return found
 
         streams = [asyncio.create_task(text(index)) for index in range(len(requests))]
-        # As many as the engine runs at a time.
-        await asyncio.gather(*(event.wait() for event in began[:8]))
+        await asyncio.wait(
+            [asyncio.create_task(event.wait()) for event in began],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         fronts = children(server, "server.front")
         served = [
             sum(c.status == psutil.CONN_ESTABLISHED for c in front.net_connections())
             for front in fronts
         ]
         assert len(served) == 2
-        assert min(served) >= 4, "both fronts have streams"
+        assert min(served) >= 2, "both fronts have streams"
         (engine,) = children(server, "jaxserve.engine.process")
         engine.kill()
         assert await asyncio.gather(*streams) == alone
-    assert server.metric("engine_restarts_total", engine="0") == 1
+    await until(lambda: server.metric("engine_restarts_total", engine="0") == 1)
     await server.until_idle()

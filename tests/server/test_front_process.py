@@ -1,6 +1,6 @@
 """A front process as the main process sees it: a front that hangs is killed."""
 
-import contextlib
+import asyncio
 import socket
 
 import psutil
@@ -44,18 +44,16 @@ async def front(front_checkpoint):
 
 
 async def test_a_front_that_starts_answers_503_with_the_phase(front) -> None:
-    ours, theirs = socket.socketpair()
-    with ours:
-        ours.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        ours.setblocking(False)
-        assert front.connections.send(theirs)
-        await until(lambda: front.connections.num_untaken == 0)
-        received = b""
-        while b"compile" not in received:
-            with contextlib.suppress(BlockingIOError):
-                received += ours.recv(1 << 16)
-            await until(lambda: True)
-        assert received.startswith(b"HTTP/1.1 503")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        connection, _ = listener.accept()
+    assert front.connections.send(connection)
+    reader, writer = await asyncio.open_connection(sock=client)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    reply = await reader.read()
+    writer.close()
+    assert reply.startswith(b"HTTP/1.1 503")
+    assert b"compile" in reply
     assert not front.serves
 
 

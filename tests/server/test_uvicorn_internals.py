@@ -71,8 +71,8 @@ async def test_connections_have_the_expected_attributes() -> None:
     config = uvicorn.Config(Response(), ws="none", lifespan="off", log_config=None)
     config.load()
     server = uvicorn.Server(config)
-    await server.startup(sockets=[])
-    assert hasattr(server.lifespan, "state"), changed("Server.lifespan.state")
+    lifespan = config.lifespan_class(config)
+    assert hasattr(lifespan, "state"), changed("Server.lifespan.state")
     state = server.server_state
     assert hasattr(state, "connections"), changed("ServerState.connections")
     assert hasattr(state, "default_headers"), changed("ServerState.default_headers")

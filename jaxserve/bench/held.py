@@ -1,4 +1,4 @@
-"""What a server holds of its machine: memory, descriptors, processes."""
+"""The memory, descriptors and processes of a server."""
 
 from __future__ import annotations
 

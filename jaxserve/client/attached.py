@@ -99,7 +99,9 @@ class AttachedEngines:
         stats = up.stats
         if before is not None:
             assert before.death.done(), f"engine {engine} is up twice"
-            stats = latest(stats, before.stats)  # totals that were read here never go back
+            # Each process may have read a later state of the dead one than the others. So totals
+            # that were shown here never go back, but fronts may differ by the tokens of one step.
+            stats = latest(stats, before.stats)
         link = Link(engine, up.process, self.reader, up.requests_address, up.events_address)
         replica = Replica(
             link,

@@ -168,7 +168,8 @@ async def test_streams_of_all_fronts_survive_the_death_of_an_engine(
         for engine in range(num_engines):
             seen = [totals for index, *totals in counts[client] if index == engine]
             assert seen == sorted(seen)
-        assert sum(stats.total_generation_tokens for stats in client.stats.values()) >= 6 * 300
+        # Its own tokens at least. Of the last step of the dead process it may lack those of others.
+        assert sum(stats.total_generation_tokens for stats in client.stats.values()) >= 3 * 300
     assert main.supervisor.replicas[0].stats.total_restarts == 1
     # Two sockets of the owner and one for each front: those of the dead process are gone.
     await until(lambda: len(os.listdir(main.supervisor.folder.path)) == 4 * num_engines)

@@ -43,7 +43,8 @@ async def front(front_checkpoint):
     counts.close()
 
 
-async def test_a_front_that_starts_answers_503_with_the_phase(front) -> None:
+async def health(front) -> bytes:
+    """Sends a request for /health over a new connection, and returns the reply."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         connection, _ = listener.accept()
@@ -52,8 +53,14 @@ async def test_a_front_that_starts_answers_503_with_the_phase(front) -> None:
     writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     reply = await reader.read()
     writer.close()
+    return reply
+
+
+async def test_a_front_that_starts_answers_503_with_the_phase(front) -> None:
+    # The name of the phase may still be in the socket.
+    while b"compile" not in (reply := await health(front)):
+        assert reply.startswith(b"HTTP/1.1 503")
     assert reply.startswith(b"HTTP/1.1 503")
-    assert b"compile" in reply
     assert not front.serves
 
 

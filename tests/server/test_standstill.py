@@ -232,8 +232,7 @@ def longest_standstill(
 def test_no_request_stops_the_server(server, interpreter, name) -> None:
     """The shortest of a few tries counts, as a standstill that has another cause does not return.
 
-    Each try is divided by the slowness of the machine at that moment, the larger one of two
-    measurements around it. With a limit for the plain time, the test would measure the machine.
+    Each try is divided by the slowness of the machine at that moment. With a limit for the plain time, the test would measure the machine.
     """
     method, path, make = CASES[name]
     value = make()

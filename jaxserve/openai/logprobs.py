@@ -109,10 +109,13 @@ class CompletionScores:
         token itself has it here, else the most likely of them; the others are named by their IDs.
         """
         by_name: dict[str, float] = {}
-        by_id = dict(zip(reversed(token_ids), reversed(values), strict=True))
-        for token_id in dict.fromkeys(token_ids):  # the token itself may occur twice
+        known: set[int] = set()
+        for token_id, value in zip(token_ids, values, strict=True):
+            if token_id in known:  # the token itself occurs twice
+                continue
+            known.add(token_id)
             name = self._name(token_id)
-            by_name[_id_name(token_id) if name in by_name else name] = by_id[token_id]
+            by_name[_id_name(token_id) if name in by_name else name] = value
         return by_name
 
 

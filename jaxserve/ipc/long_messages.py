@@ -38,8 +38,9 @@ class _LongStep(msgspec.Struct, tag="outputs", array_like=True, frozen=True, gc=
     num_other_submits: int = 0
 
 
-POSITIONS_AT_ONCE = 200
-"""Number of positions of prompt log probabilities in a part of a long event."""
+PART_BYTES = 1 << 16
+"""The size of a part of a long event: so many bytes of prompt log probabilities, but at least one
+position. With the whole vocabulary, a position can have a million bytes."""
 
 _PROMPT_LOGPROBS = RequestOutput.__struct_fields__.index("prompt_logprobs")
 _NIL = msgspec.Raw(b"\xc0")
@@ -117,14 +118,17 @@ def decode_event_in_parts(data: bytes) -> Generator[None, None, EngineEvent]:
         fields = _raw_list_decoder.decode(raw) or []
         yield
         raw_positions = _raw_list_decoder.decode(fields[_PROMPT_LOGPROBS])
+        num_bytes = len(bytes(fields[_PROMPT_LOGPROBS]))
         fields[_PROMPT_LOGPROBS] = _NIL
         yield
         output = _output_decoder.decode(_encoder.encode(fields))
         if raw_positions is not None:
             positions: list[TokenLogprobs | None] = []
-            for start in range(0, len(raw_positions), POSITIONS_AT_ONCE):
+            # All positions are about equally long.
+            at_once = max(PART_BYTES * len(raw_positions) // num_bytes, 1)
+            for start in range(0, len(raw_positions), at_once):
                 yield
-                part = raw_positions[start : start + POSITIONS_AT_ONCE]
+                part = raw_positions[start : start + at_once]
                 positions += map(_position_decoder.decode, part)
             output = msgspec.structs.replace(output, prompt_logprobs=positions)
         outputs.append(output)

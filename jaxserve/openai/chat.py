@@ -191,18 +191,12 @@ async def complete(job: Job) -> ChatCompletion:
 
 
 def _logprobs(job: Job) -> Callable[[Delta], list[ChatTokenLogprob]]:
-    return lambda delta: (
-        chat_logprobs(
-            job.tokenizer, job.token_name, delta.logprobs or (), as_json=job.is_large
-        ).content
-    )
+    return lambda delta: chat_logprobs(job.tokenizer, job.token_name, delta.logprobs or ()).content
 
 
 def _prompt_logprobs(job: Job) -> Callable[[Delta], PromptLogprobs]:
     count = job.num_prompt_logprobs
-    return lambda delta: prompt_logprobs(
-        job.tokenizer, delta.prompt_logprobs or (), count or 0, as_json=job.is_large
-    )
+    return lambda delta: prompt_logprobs(job.tokenizer, delta.prompt_logprobs or (), count or 0)
 
 
 async def stream(job: Job) -> AsyncGenerator[ChatChunk, None]:
@@ -235,9 +229,7 @@ def _pieces(job: Job, delta: Delta) -> list[ChatChunkChoice]:
         pieces = [ChatDelta()]
     choices = [ChatChunkChoice(delta.index, piece) for piece in pieces]
     if delta.logprobs:
-        choices[0].logprobs = chat_logprobs(
-            job.tokenizer, job.token_name, delta.logprobs, as_json=job.is_large
-        )
+        choices[0].logprobs = chat_logprobs(job.tokenizer, job.token_name, delta.logprobs)
     if job.with_token_ids:
         choices[0].token_ids = delta.token_ids
     choices[-1].finish_reason = job.form.finish_reason(delta)

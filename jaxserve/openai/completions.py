@@ -169,8 +169,6 @@ class _Pieces:
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
-        if self._scores:
-            self._scores[delta.index].as_json = self._job.is_large
         if delta.index not in self._started:
             self._started.add(delta.index)
             self._begin(choice, delta)
@@ -198,7 +196,7 @@ class _Pieces:
             choice.prompt_token_ids = prompt
         if job.num_prompt_logprobs is not None and of_prompt is not None:
             choice.prompt_logprobs = prompt_logprobs(
-                job.tokenizer, of_prompt, job.num_prompt_logprobs, as_json=job.is_large
+                job.tokenizer, of_prompt, job.num_prompt_logprobs
             )
 
 

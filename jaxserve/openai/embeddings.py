@@ -8,7 +8,7 @@ import struct
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,14 +17,12 @@ from jaxserve.front.admission import Permit
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.text_engine import MEASURED_SIZE, TextEngine
+from jaxserve.openai.encoding import as_json
 from jaxserve.openai.params import check_prompt_fields
 from jaxserve.openai.prompt_list import completion_prompts, num_prompts
 from jaxserve.openai.prompts import encode_cut
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.json_size import size_of
-
-MAX_NUMBERS = 10_000
-"""A reply with more numbers than this is put together from JSON text."""
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -143,21 +141,15 @@ async def complete(job: EmbeddingJob) -> EmbeddingsReply:
     Raises:
       RequestFailedError: the request was aborted through `TextEngine.abort`.
     """
-    vectors: dict[int, list[float] | str | msgspec.Raw] = {}
-    encode = msgspec.json.Encoder().encode
+    vectors: dict[int, list[float] | str] = {}
     async with aclosing(job.deltas) as deltas:
         async for delta in deltas:
             if delta.embedding is None:
                 raise RequestFailedError("the request was aborted")
             vector = _unit(delta.embedding) if job.normalize else delta.embedding
-            # As JSON text, one by one: all together they may take a second.
-            is_large = len(vector) * job.num_prompts > MAX_NUMBERS
-            if job.as_base64:
-                vectors[delta.index] = _as_base64(vector)
-            else:
-                vectors[delta.index] = msgspec.Raw(encode(vector)) if is_large else vector
+            vectors[delta.index] = _as_base64(vector) if job.as_base64 else as_json(vector)
     return EmbeddingsReply(
-        data=[Embedding(i, cast(str, vectors[i])) for i in range(job.num_prompts)],
+        data=[Embedding(i, vectors[i]) for i in range(job.num_prompts)],
         model=job.model,
         usage=EmbeddingUsage(job.num_prompt_tokens, job.num_prompt_tokens),
     )

@@ -30,9 +30,6 @@ T = TypeVar("T")
 SCORES_AT_ONCE = 2000
 """About so many log probabilities are built before other tasks run. That takes 2 ms."""
 
-MAX_SCORES_AS_OBJECTS = 5000
-"""Log probabilities beyond these become JSON text at once. Those before it take a millisecond."""
-
 
 @dataclass(slots=True)
 class UsageCount:
@@ -174,11 +171,6 @@ class Job:
         if before // SCORES_AT_ONCE < self.usage.num_scores // SCORES_AT_ONCE:
             await asyncio.sleep(0)
         return await self.text_engine.build(lambda: work(delta), size=num_scores)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether the next log probabilities are shown as JSON text (`logprobs.as_entry`)."""
-        return self.usage.num_scores > MAX_SCORES_AS_OBJECTS
 
 
 def _num_scores(delta: Delta) -> int:

@@ -1,14 +1,15 @@
-"""Log probabilities in the forms of the API."""
+"""Log probabilities in the forms of the API.
+
+Each entry is made JSON text at once (`encoding.as_json`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
-
-import msgspec
 
 from jaxserve.ipc.messages import TokenLogprobs
+from jaxserve.openai.encoding import as_json
 from jaxserve.openai.protocol import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -21,10 +22,6 @@ from jaxserve.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON lacks; its negative replaces plus infinity."""
-
-T = TypeVar("T")
-
-_encode = msgspec.json.Encoder().encode
 
 TokenName = Callable[[int], str]
 """Returns the name of a token in log probabilities, given its ID."""
@@ -53,15 +50,6 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST else LOWEST
 
 
-def as_entry(entry: T, *, as_json: bool) -> T:
-    """Returns an entry as it is, or the JSON text of it, which stands for it in a reply.
-
-    A reply with a million numbers must become text in many short calls, because a call stops all
-    other threads. As text, it also takes a fraction of the memory.
-    """
-    return cast(T, msgspec.Raw(_encode(entry))) if as_json else entry
-
-
 class CompletionScores:
     """Builds the ``logprobs`` of one completion of /v1/completions, piece by piece.
 
@@ -72,13 +60,9 @@ class CompletionScores:
       tokenizer: the tokenizer of the model.
       name: names a token.
       k: how many of the most likely tokens to show.
-
-    Attributes:
-      as_json: see `as_entry`; for the entries from now on.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: TokenName, k: int) -> None:
-        self.as_json = False
         self._tokenizer = tokenizer
         self._name = name
         self._k = k
@@ -116,7 +100,7 @@ class CompletionScores:
         values = [finite(logprob) for logprob in entry.logprobs[: self._k + 1]]
         result.token_logprobs.append(values[0])
         top = self._by_name(entry.token_ids[: self._k + 1], values)
-        result.top_logprobs.append(as_entry(top, as_json=self.as_json))
+        result.top_logprobs.append(as_json(top))
 
     def _by_name(self, token_ids: Sequence[int], values: Sequence[float]) -> dict[str, float]:
         """Returns the numbers by the names of their tokens.
@@ -125,10 +109,13 @@ class CompletionScores:
         token itself has it here, else the most likely of them; the others are named by their IDs.
         """
         by_name: dict[str, float] = {}
-        by_id = dict(zip(reversed(token_ids), reversed(values), strict=True))
-        for token_id in dict.fromkeys(token_ids):  # the token itself may occur twice
+        known: set[int] = set()
+        for token_id, value in zip(token_ids, values, strict=True):
+            if token_id in known:  # the token itself occurs twice
+                continue
+            known.add(token_id)
             name = self._name(token_id)
-            by_name[_id_name(token_id) if name in by_name else name] = by_id[token_id]
+            by_name[_id_name(token_id) if name in by_name else name] = value
         return by_name
 
 
@@ -141,16 +128,10 @@ def extend(scores: CompletionLogprobs, more: CompletionLogprobs) -> None:
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer,
-    name: TokenName,
-    entries: Sequence[TokenLogprobs],
-    *,
-    as_json: bool = False,
+    tokenizer: Tokenizer, name: TokenName, entries: Sequence[TokenLogprobs]
 ) -> ChatLogprobs:
-    """Returns log probabilities in the form of /v1/chat/completions. See `as_entry`."""
-    return ChatLogprobs(
-        [as_entry(_chat_entry(tokenizer, name, e), as_json=as_json) for e in entries]
-    )
+    """Returns log probabilities in the form of /v1/chat/completions."""
+    return ChatLogprobs([as_json(_chat_entry(tokenizer, name, entry)) for entry in entries])
 
 
 def _chat_entry(tokenizer: Tokenizer, name: TokenName, entry: TokenLogprobs) -> ChatTokenLogprob:
@@ -163,20 +144,10 @@ def _chat_entry(tokenizer: Tokenizer, name: TokenName, entry: TokenLogprobs) -> 
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer,
-    entries: Sequence[TokenLogprobs | None],
-    k: int,
-    *,
-    as_json: bool = False,
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], k: int
 ) -> PromptLogprobs:
-    """Returns the ``prompt_logprobs`` field: entries by token ID, the token itself first.
-
-    See `as_entry`.
-    """
-    return [
-        None if entry is None else as_entry(_by_id(tokenizer, entry, k), as_json=as_json)
-        for entry in entries
-    ]
+    """Returns the ``prompt_logprobs`` field: entries by token ID, the token itself first."""
+    return [None if entry is None else as_json(_by_id(tokenizer, entry, k)) for entry in entries]
 
 
 def _by_id(tokenizer: Tokenizer, entry: TokenLogprobs, k: int) -> dict[str, PromptLogprob]:

@@ -7,9 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import cast
 
-import msgspec
-
-from jaxserve.openai.protocol import ChatDelta, ChatLogprobs, ChatTokenLogprob
+from jaxserve.openai.protocol import ChatDelta, ChatLogprobs
 from jaxserve.openai.responses_protocol import (
     ArgumentsEvent,
     CallItem,
@@ -130,7 +128,8 @@ class ItemWriter:
         event = self._text("delta", delta=text)
         if isinstance(self.items[-1], MessageItem):
             more = [] if logprobs is None else logprobs.content
-            event.logprobs = [_text_logprob(entry) for entry in more]
+            # As JSON text, an entry has the same form here as in a chat completion.
+            event.logprobs = cast(list[TextLogprob], more)
             self._logprobs += event.logprobs
         return event
 
@@ -186,13 +185,6 @@ class ItemWriter:
     def _next(self) -> int:
         self._number += 1
         return self._number
-
-
-def _text_logprob(entry: ChatTokenLogprob) -> TextLogprob:
-    """Returns an entry in the form of responses. One that is JSON text is the same in both."""
-    if isinstance(entry, msgspec.Raw):
-        return cast(TextLogprob, entry)
-    return TextLogprob(entry.token, entry.logprob, entry.bytes, entry.top_logprobs)
 
 
 def _new_id(prefix: str) -> str:

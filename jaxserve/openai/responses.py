@@ -154,7 +154,7 @@ class _Output:
         self._finish_reason = job.form.finish_reason(delta)
         pieces = job.form.pieces(delta)
         if delta.logprobs:
-            new = chat_logprobs(job.tokenizer, job.token_name, delta.logprobs, as_json=job.is_large)
+            new = chat_logprobs(job.tokenizer, job.token_name, delta.logprobs)
             self._held_logprobs += new.content
         events: list[Event] = []
         for piece in pieces:

@@ -16,7 +16,7 @@ from jaxserve.engine.core import BuiltEngine, assemble
 from jaxserve.ipc.messages import Decision, Progress
 from jaxserve.testing import ngram_reference
 from jaxserve.testing.fake_model import FakeModel
-from jaxserve.testing.fake_runner import POOLED_WIDTH, FakeRunner
+from jaxserve.testing.fake_runner import FakeRunner
 
 MAX_MODEL_LEN = 1024
 NUM_BLOCKS = 512
@@ -42,7 +42,14 @@ def build(
             propose=ngram_reference.propose,
         )
 
-    return build_around(make_runner, config, engine, on_progress, vocab_size=model.vocab_size)
+    return build_around(
+        make_runner,
+        config,
+        engine,
+        on_progress,
+        vocab_size=model.vocab_size,
+        hidden_size=model.width,
+    )
 
 
 def build_around(
@@ -52,6 +59,7 @@ def build_around(
     on_progress: Callable[[Progress], None],
     *,
     vocab_size: int,
+    hidden_size: int = FakeModel().width,
 ) -> BuiltEngine:
     """Builds engine number ``engine`` on the runner that ``make_runner`` returns for its sizes."""
     on_progress(Progress(engine, "load weights", 0, 2, "tensors"))
@@ -65,7 +73,7 @@ def build_around(
         runner,
         sizes,
         vocab_size=vocab_size,
-        hidden_size=POOLED_WIDTH,
+        hidden_size=hidden_size,
         decisions=[Decision("model", "fake", "its tokens are arithmetic")],
     )
 

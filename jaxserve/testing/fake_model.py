@@ -22,6 +22,7 @@ class FakeModel:
       eos_after: a request with an end token samples it as output token number ``eos_after``,
         counted from 1. If None, it samples the end token only where the hash equals it.
       fail_on_step: this call of `FakeRunner.execute`, counted from 1, raises.
+      width: length of the vectors of pooling requests.
       fail_on_token: every call with a request that has this token in its prompt raises.
     """
 
@@ -30,6 +31,7 @@ class FakeModel:
     eos_after: int | None = None
     fail_on_step: int | None = None
     fail_on_token: int | None = None
+    width: int = 8
 
     @classmethod
     def parse(cls, text: str) -> FakeModel:
@@ -52,6 +54,7 @@ class FakeModel:
                 "eos_after": "eos_after",
                 "fail_on_step": "fail_on_step",
                 "fail_on_token": "fail_on_token",
+                "width": "width",
             }
             numbers = {known[name]: int(value) for name, value in values.items()}
         except (ValueError, KeyError) as error:

@@ -19,9 +19,6 @@ from jaxserve.core.plan import ScheduledRequest, StepPlan, StepResult
 from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.testing.fake_model import FakeModel, fake_logprobs, next_token
 
-POOLED_WIDTH = 8
-"""Length of the vectors that a fake runner returns for pooling requests."""
-
 Propose = Callable[[Sequence[int], int], Sequence[int]]
 
 
@@ -102,7 +99,7 @@ class FakeRunner:
         num_drafts = [len(self._rows[s.row].drafts) for s in plan.sampling]
         prompt_logprobs = [self._score(scheduled) for scheduled in plan.scoring]
         # Every element is the number of tokens.
-        pooled = [[float(scheduled.num_tokens)] * POOLED_WIDTH for scheduled in plan.pooling]
+        pooled = [[float(scheduled.num_tokens)] * self._model.width for scheduled in plan.pooling]
         result = StepResult(
             tokens, logprobs, prompt_logprobs, pooled, num_drafts if plan.speculates else ()
         )

@@ -3,7 +3,10 @@
 Processor time does not count what other processes do, but grows with them all the same: they share
 the caches, the memory and often the cores. So a time that is compared with a limit is divided by
 the slowness of the moment: how much longer than on the reference machine some fixed work of the
-same kind takes, right before and right after what is measured.
+same kind takes, on average of right before and right after what is measured.
+
+The larger one of the two would hide defects: of a few tries, the shortest counts, and that would be
+the one with the largest error of the slowness.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class Reference:
         """Measures the slowness around the block, whose end completes the result."""
         result = Slowness(self.slowness())
         yield result
-        result.value = max(result.value, self.slowness())
+        result.value = (result.value + self.slowness()) / 2
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxserve.ipc import long_messages
 from jaxserve.ipc import messages as m
-from jaxserve.ipc.long_messages import POSITIONS_AT_ONCE, SubmitEncoder, decode_event_in_parts
+from jaxserve.ipc.long_messages import PART_BYTES, SubmitEncoder, decode_event_in_parts
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.testing.random_messages import EVENT
 
@@ -35,7 +35,16 @@ def test_the_parts_of_a_long_event_are_short() -> None:
     event = m.StepOutputs(1, outputs, m.StepStats(num_running=3))
     result, num_parts = decoded(m.encode(event))
     assert result == event
-    assert num_parts > 3 * 5000 / POSITIONS_AT_ONCE
+    assert num_parts > len(m.encode(event)) / PART_BYTES
+
+
+def test_a_part_has_one_position_if_those_are_long() -> None:
+    entry = m.TokenLogprobs(tuple(range(50_000)), (-1.5,) * 50_000, 1)
+    output = m.RequestOutput("r", [1], prompt_logprobs=[None, *[entry] * 4])
+    event = m.StepOutputs(1, [output], m.StepStats(num_running=1))
+    result, num_parts = decoded(m.encode(event))
+    assert result == event
+    assert num_parts >= 5
 
 
 @given(st.binary(max_size=200))

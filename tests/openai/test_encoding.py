@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.openai.embeddings import Embedding as Vector
 from jaxserve.openai.embeddings import EmbeddingsReply, EmbeddingUsage
-from jaxserve.openai.encoding import PIECE_VALUES, encode_pieces, fits
+from jaxserve.openai.encoding import PIECE_VALUES, as_json, encode_pieces, fits
 from jaxserve.openai.protocol import (
     ChatChoice,
     ChatCompletion,
@@ -152,3 +152,10 @@ def test_deep_values_are_not_cut() -> None:
         deep = {"a": [deep]}
     pieces = list(encode_pieces(deep))
     assert b"".join(pieces) == msgspec.json.encode(deep)
+
+
+@pytest.mark.parametrize("value", [None, 1.5, "a", [0.25, -1.0], {"a": [1]}, top(), chat()])
+def test_json_text_stands_for_a_value(value) -> None:
+    whole = [value, {"x": value}]
+    with_text = [as_json(value), {"x": as_json(value)}]
+    assert b"".join(encode_pieces(with_text)) == msgspec.json.encode(whole)

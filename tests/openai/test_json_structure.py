@@ -160,8 +160,7 @@ def largest_body(start: str, unit: str, end: str, *, text: str) -> bytes:
 def shortest_time(call: Callable[[], object]) -> float:
     """Returns the shortest processor time of a few tries, in seconds of the reference machine.
 
-    Each try is divided by the slowness of the machine at that moment, the larger one of two
-    measurements around it.
+    Each try is divided by the slowness of the machine at that moment.
     """
     times = []
     for _ in range(5):

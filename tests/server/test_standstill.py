@@ -17,7 +17,13 @@ from typing import Any
 import pytest
 
 from jaxserve.client.engine_client import EngineClient
-from jaxserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from jaxserve.config import (
+    CacheConfig,
+    EngineConfig,
+    LogprobsConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from jaxserve.front.served_model import ModelFiles
 from jaxserve.testing.machine_speed import PYTHON
 from jaxserve.testing.standstill import InterpreterWatch, Standstill, WatchedLoop
@@ -33,6 +39,8 @@ MIB = 1 << 20
 BODY = 8 * MIB - 4096
 CONTEXT = 8192
 VOCAB = 49152
+WIDTH = 8192
+"""The width of the vectors of /v1/embeddings."""
 
 
 class Server:
@@ -50,9 +58,10 @@ class Server:
     async def _start(self, model: str) -> None:
         files = ModelFiles.open(ModelConfig(model=model))
         config = EngineConfig(
-            model=ModelConfig(model=f"fake:vocab={VOCAB}", max_model_len=CONTEXT),
+            model=ModelConfig(model=f"fake:vocab={VOCAB},width={WIDTH}", max_model_len=CONTEXT),
             cache=CacheConfig(num_blocks=40_000),
             scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8192),
+            logprobs=LogprobsConfig(max_logprobs=-1),
         )
         self._client = await EngineClient.start(
             config, factory="jaxserve.testing.fake_engine:build"
@@ -154,6 +163,11 @@ CASES = {
     "prompt log probabilities": completion(prompt=ids(8000), prompt_logprobs=20, n=3),
     "log probabilities": completion(prompt=["x"] * 8, n=32, logprobs=20, max_tokens=64),
     "log probabilities, stream": completion(n=64, logprobs=20, max_tokens=64, stream=True),
+    "all log probabilities": completion(n=2, logprobs=-1, max_tokens=3),
+    "all log probabilities, stream": completion(n=2, logprobs=-1, max_tokens=3, stream=True),
+    "all log probabilities of a prompt": completion(prompt=ids(6), prompt_logprobs=-1),
+    "all log probabilities, echo": completion(prompt=ids(16), echo=True, logprobs=-1, max_tokens=1),
+    "all log probabilities, chat": chat(n=2, logprobs=True, top_logprobs=-1, max_tokens=3),
     "grammar": completion(guided_json=LONG_SCHEMA),
     "choices": completion(guided_choice=["x" * 200 + str(i) for i in range(1024)]),
     "a deep unknown field": completion(unknown=EMPTY),
@@ -183,6 +197,7 @@ CASES = {
         top_logprobs=20, include=["message.output_text.logprobs"], max_output_tokens=500
     ),
     "embeddings": post("/v1/embeddings", input=[ids(300)] * 1000),
+    "wide embeddings": post("/v1/embeddings", input=["hello"] * 300),
     "embeddings in base64": post(
         "/v1/embeddings", input=["hello"] * 1024, encoding_format="base64"
     ),
@@ -232,8 +247,8 @@ def longest_standstill(
 def test_no_request_stops_the_server(server, interpreter, name) -> None:
     """The shortest of a few tries counts, as a standstill that has another cause does not return.
 
-    Each try is divided by the slowness of the machine at that moment, the larger one of two
-    measurements around it. With a limit for the plain time, the test would measure the machine.
+    Each try is divided by the slowness of the machine at that moment. With a limit for the plain
+    time, the test would measure the machine.
     """
     method, path, make = CASES[name]
     value = make()

@@ -105,14 +105,17 @@ async def test_cancelling_the_application_aborts_the_request() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
-async def test_a_request_that_the_engine_fails_is_one_line_in_the_log(path, stream, caplog) -> None:
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/completions", "prompt"), ("/v1/responses", "input")]
+)
+async def test_a_request_that_the_engine_fails_is_one_line_in_the_log(
+    path, field, stream, caplog
+) -> None:
     text_engine = scripted_text_engine("hello world")
     engine = text_engine.engine
     engine.fail_after = 1
     engine.failure = RequestFailedError("the engine crashed twice on this request")
-    body = {"prompt": "hello", "input": "hello", "stream": stream}
-    client = Client(body, path)
+    client = Client({field: "hello", "stream": stream}, path)
     app = create_app(ServerState(text_engine))
     await asyncio.wait_for(app(client.scope, client.receive, client.send), 60)
     assert b"crashed twice" in b"".join(m.get("body", b"") for m in client.sent)

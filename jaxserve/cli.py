@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, ...] = ()) -> None:
-    """Adds ``--field-name`` for each field of a dataclass that `config.setting` declares.
+    """Adds ``--field-name`` for each field of a dataclass that `jaxserve.setting.setting` declares.
 
     A boolean becomes ``--x / --no-x``, and a Literal accepts its values. A tuple accepts several
     values after the flag and can be repeated. Fields named in ``skip`` get no flag. A flag also has
@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser, group: type, *, skip: tuple[str, 
             dest=field.name,
             # The action "extend" cannot append to a tuple.
             default=None if field.default == () else field.default,
-            help=field.metadata["help"] + _default_text(field.default),
+            help=_help(field),
             **_argparse_keywords(types_of[field.name]),
         )
 
@@ -79,7 +79,8 @@ def _argparse_keywords(hint: Any) -> dict[str, Any]:
     return {"type": hint, "metavar": hint.__name__.upper()}
 
 
-def _default_text(default: Any) -> str:
-    if default in (None, (), ""):
-        return ""
-    return f" (default: {default})".replace("%", "%%")
+def _help(field: dataclasses.Field[Any]) -> str:
+    """Returns the help of a flag: the text of the setting, its range and its default."""
+    allowed, default = field.metadata["range"], field.default
+    text = field.metadata["help"] + (f"; {allowed.text}" if allowed else "")
+    return text + ("" if default in (None, (), "") else f" (default: {default})".replace("%", "%%"))

@@ -6,10 +6,11 @@ and `engine.sizing` resolve the settings that depend on the model and the device
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from jaxserve.errors import ConfigError
+from jaxserve.setting import Range, at_least, between, check_ranges, setting
 
 MIB = 1024**2
 GIB = 1024**3
@@ -17,15 +18,6 @@ GIB = 1024**3
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
 OnNonfinite = Literal["error", "ignore"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-
-
-def setting(default: Any, help: str, *, alias: str = "") -> Any:
-    """Declares a field that is also a command line flag, with its help text.
-
-    The default is appended to the flag's help. If it is None or empty, ``help`` must describe it.
-    ``alias`` is a second name of the flag, such as "--model-path".
-    """
-    return field(default=default, metadata={"help": help, "alias": alias})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +46,7 @@ class ModelConfig:
         None,
         "largest number of tokens in a prompt and its completion (default: the model's context "
         "length, or less if the KV cache is smaller)",
+        range=at_least(1),
     )
     weights_cache: str = setting(
         "", "folder that caches converted weights, for faster starts (default: no cache)"
@@ -69,20 +62,26 @@ class ModelConfig:
         "'{\"temperature\": 0}' (default: none)",
     )
 
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV cache."""
 
-    block_size: int = setting(16, "tokens per block")
+    block_size: int = setting(16, "tokens per block", range=at_least(1))
     num_blocks: int | None = setting(
-        None, "blocks in the pool (default: as many as fit in the memory for the KV cache)"
+        None,
+        "blocks in the pool (default: as many as fit in the memory for the KV cache)",
+        range=at_least(2, "block 0 is never used"),
     )
     kv_cache_memory_mib: int | None = setting(
         None,
         "memory for the KV cache on each device in MiB (default: on a GPU all that "
         "--memory-fraction leaves; on a CPU 768, or more if one request of full length needs it, "
         "up to half of the free memory, and 512 are left for steps)",
+        range=at_least(1),
     )
     kv_cache_dtype: KVCacheDtype = setting(
         "auto",
@@ -91,8 +90,13 @@ class CacheConfig:
         "on a CPU",
     )
     memory_fraction: float = setting(
-        0.9, "fraction of the GPU's memory for weights and KV cache, greater than 0 and at most 1"
+        0.9,
+        "fraction of the GPU's memory for weights and KV cache",
+        range=Range("in (0, 1]", 0, 1, above_low=True),
     )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     @property
     def pool_fraction(self) -> float:
@@ -109,10 +113,14 @@ class SchedulerConfig:
     """The limits of a step, and the order of requests."""
 
     max_num_seqs: int | None = setting(
-        None, "largest number of running completions (default: 64 on a CPU, 256 on a GPU)"
+        None,
+        "largest number of running completions (default: 64 on a CPU, 256 on a GPU)",
+        range=at_least(1),
     )
     max_num_batched_tokens: int | None = setting(
-        None, "largest number of tokens in a step (default: 512 on a CPU, 8192 on a GPU)"
+        None,
+        "largest number of tokens in a step (default: 512 on a CPU, 8192 on a GPU)",
+        range=at_least(1),
     )
     policy: str = setting(
         "fcfs",
@@ -122,6 +130,9 @@ class SchedulerConfig:
     async_scheduling: bool = setting(
         True, "schedule the next step while the device runs the current one"
     )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 MAX_SPECULATIVE_TOKENS = 64
@@ -141,14 +152,11 @@ class SpeculationConfig:
         7,
         "largest number of draft tokens of a completion in a step; the engine uses fewer, or none, "
         "where they cost more time than they save",
+        range=between(1, MAX_SPECULATIVE_TOKENS),
     )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
-            raise ConfigError(
-                f"--num-speculative-tokens must be between 1 and {MAX_SPECULATIVE_TOKENS}, got "
-                f"{self.num_speculative_tokens}"
-            )
+        check_ranges(self)
 
     @property
     def max_drafts(self) -> int:
@@ -167,16 +175,12 @@ class LogprobsConfig:
     )
     max_logprobs: int = setting(
         20,
-        "largest number of most likely tokens that a request may ask for; -1 allows the whole "
-        "vocabulary",
+        "largest number of most likely tokens that a request may ask for",
+        range=Range("at least 0, or -1 for the whole vocabulary", -1),
     )
 
     def __post_init__(self) -> None:
-        if self.max_logprobs < -1:
-            raise ConfigError(
-                "--max-logprobs must be at least 0, or -1 for the whole vocabulary, got "
-                f"{self.max_logprobs}"
-            )
+        check_ranges(self)
 
     def limit(self, vocab_size: int) -> int:
         """Returns ``max_logprobs``, with the size of the vocabulary in place of -1."""
@@ -210,20 +214,19 @@ MAX_DEVICES = 1024
 class ParallelConfig:
     """The number of engines, and the devices of each."""
 
-    data_parallel_size: int = setting(1, "engine processes, each with a full copy of the model")
+    data_parallel_size: int = setting(
+        1, "engine processes, each with a full copy of the model", range=at_least(1)
+    )
     tensor_parallel_size: int = setting(
         1,
         "GPUs of each engine, each of which holds a part of the model and of the KV cache; on a "
         "CPU as many simulated devices",
         alias="-tp",
+        range=at_least(1),
     )
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            count = getattr(self, each.name)
-            if count < 1:
-                flag = "--" + each.name.replace("_", "-")
-                raise ConfigError(f"{flag} must be at least 1, got {count}")
+        check_ranges(self)
         if self.num_devices > MAX_DEVICES:
             raise ConfigError(
                 f"--data-parallel-size {self.data_parallel_size} and --tensor-parallel-size "
@@ -252,24 +255,18 @@ class RecoveryConfig:
         300.0,
         "seconds after which an engine that sends nothing is killed and restarted; more than the "
         "longest step and the longest compilation take",
+        range=at_least(MIN_ENGINE_TIMEOUT_S),
     )
     max_engine_restarts: int = setting(
         5,
         "restarts of an engine in a row, with growing delays; the count starts over once it has "
         f"served for {STABLE_S:.0f} s. Requests in flight continue on another engine or on the "
         "restarted one",
+        range=at_least(0),
     )
 
     def __post_init__(self) -> None:
-        if not self.engine_timeout >= MIN_ENGINE_TIMEOUT_S:
-            raise ConfigError(
-                f"--engine-timeout must be at least {MIN_ENGINE_TIMEOUT_S:.0f}, got "
-                f"{self.engine_timeout}"
-            )
-        if self.max_engine_restarts < 0:
-            raise ConfigError(
-                f"--max-engine-restarts must be at least 0, got {self.max_engine_restarts}"
-            )
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,14 +296,11 @@ class CompileConfig:
         4096,
         "most MiB of compiled programs, and of what XLA has autotuned, in that folder; the least "
         "recently used are removed",
+        range=at_least(1, "an empty --compilation-cache-dir keeps no programs"),
     )
 
     def __post_init__(self) -> None:
-        if self.compilation_cache_mib < 1:
-            raise ConfigError(
-                f"--compilation-cache-mib must be at least 1, got {self.compilation_cache_mib}; "
-                "an empty --compilation-cache-dir keeps no programs"
-            )
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True)

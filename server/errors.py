@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError
-from jaxserve.openai.errors import ErrorReply, error_reply, make_error
+from jaxserve.openai.errors import ErrorReply, error_reply, log_failure, make_error
 from server.state import UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ def to_response(reply: ErrorReply, headers: dict[str, str] | None = None) -> Res
 
 def on_jaxserve_error(request: Request, error: Exception) -> Response:
     """Responds to errors of jaxserve."""
+    log_failure(logger, "a request failed", error)
     return to_response(reply_to(error))
 
 

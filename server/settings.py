@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxserve.config import MIB, EngineConfig, setting
+from jaxserve.config import MIB, EngineConfig
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.ipc.launch import FACTORY
 from jaxserve.openai.prompts import check_variables
@@ -18,6 +18,7 @@ from jaxserve.parsing.registry import (
     reasoning_parser,
     tool_parser,
 )
+from jaxserve.setting import POSITIVE, at_least, between, check_ranges, setting
 
 
 def _names(parsers: Mapping[str, str]) -> str:
@@ -39,20 +40,26 @@ class ApiSettings:
         (), "accepted API keys; clients send one as a bearer token (default: no key needed)"
     )
     max_queue: int = setting(
-        1024, "largest number of completions running or waiting; more requests get a 429"
+        1024,
+        "largest number of completions running or waiting; more requests get a 429",
+        range=at_least(1),
     )
-    max_body_mib: int = setting(8, "largest request body in MiB")
+    max_body_mib: int = setting(8, "largest request body in MiB", range=at_least(1))
     max_body_memory_mib: int = setting(
         128,
         "MiB that all request bodies in flight may take together, not counting the first 64 KiB of "
         "each; more bodies get a 503",
+        range=at_least(1),
     )
     max_json_structure_mib: int = setting(
         3,
         "largest amount of JSON structure in a body, in MiB: numbers, brackets, quotes, escapes, "
         "text, weighted by the time to decode them",
+        range=at_least(1),
     )
-    body_timeout: float = setting(60.0, "seconds within which a request body must arrive")
+    body_timeout: float = setting(
+        60.0, "seconds within which a request body must arrive", range=POSITIVE
+    )
     root_path: str = setting(
         "", "path prefix added by a proxy, such as /llm; requests work with and without it"
     )
@@ -70,17 +77,12 @@ class ApiSettings:
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_body_mib", "max_json_structure_mib"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} must be at least 1, got {getattr(self, name)}")
+        check_ranges(self)
         if self.max_body_memory_mib < self.max_body_mib:
             raise ConfigError(
                 f"--max-body-memory-mib must be at least --max-body-mib, {self.max_body_mib}, "
                 f"got {self.max_body_memory_mib}"
             )
-        if self.body_timeout <= 0:
-            raise ConfigError(f"--body-timeout must be more than 0, got {self.body_timeout}")
         if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
             raise ConfigError(
                 f"--root-path must start with / and must not end with /, got {self.root_path!r}"
@@ -117,11 +119,12 @@ class ServerSettings:
         "address or name to listen on; localhost is 127.0.0.1 and ::1, 0.0.0.0 all IPv4 networks, "
         "'' and :: all networks",
     )
-    port: int = setting(8000, "port to listen on; 0 picks a free one")
+    port: int = setting(8000, "port to listen on; 0 picks a free one", range=between(0, 65535))
     api_server_count: int = setting(
         1,
         "processes that serve HTTP, chat templates and text, each on a core of its own; with more "
         "than 1 a main process accepts the connections, and restarts those processes if they die",
+        range=at_least(1),
     )
     chat_template: str | None = setting(
         None, "file with a Jinja chat template (default: the template of the model)"
@@ -139,34 +142,34 @@ class ServerSettings:
         "info", "lowest severity that is logged"
     )
     log_stats_interval: float = setting(
-        10.0, "seconds between throughput lines in the log; 0 turns them off"
+        10.0, "seconds between throughput lines in the log; 0 turns them off", range=at_least(0)
     )
     shutdown_timeout: float = setting(
         5.0,
         "seconds that requests in flight may take to finish after SIGTERM, SIGHUP or SIGINT; a "
         "second SIGINT ends them at once, SIGQUIT gives them unlimited time",
+        range=at_least(0),
     )
     keep_running: bool = setting(
         False,
         "keep serving errors when no engine is left and its restarts are used up; without this "
         "flag the process ends with code 1, so that a service manager can act",
     )
-    keep_alive_timeout: int = setting(75, "seconds after which an idle connection is closed")
+    keep_alive_timeout: int = setting(
+        75, "seconds after which an idle connection is closed", range=at_least(0)
+    )
     write_timeout: float = setting(
-        60.0, "seconds after which a client that has stopped reading is disconnected"
+        60.0,
+        "seconds after which a client that has stopped reading is disconnected",
+        range=POSITIVE,
     )
     engine_factory: str = setting(
         FACTORY, "module:function that builds an engine, for tests and extensions"
     )
 
     def __post_init__(self) -> None:
-        if self.api_server_count < 1:
-            raise ConfigError(f"--api-server-count must be at least 1, got {self.api_server_count}")
-        if self.write_timeout <= 0:
-            raise ConfigError(f"--write-timeout must be more than 0, got {self.write_timeout}")
+        check_ranges(self)
         # Check here, so that errors show before a model is loaded.
-        if not self.shutdown_timeout >= 0:  # not a number is refused, too
-            raise ConfigError(f"--shutdown-timeout must be at least 0, got {self.shutdown_timeout}")
         if self.tool_call_parser not in ("auto", "none"):
             tool_parser(self.tool_call_parser)
         if self.reasoning_parser not in ("auto", "none"):

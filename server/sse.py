@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.openai.encoding import encode_pieces, fits
+from jaxserve.openai.errors import log_failure
 from jaxserve.openai.json_lines import encode_line, escape_line_breaks
 from server.errors import logger, reply_to
 
@@ -158,10 +159,8 @@ class EventStream(Response):
                     else:
                         await self._write_event(write, chunk)
             except Exception as error:
-                reply = reply_to(error)
-                if reply.status == 500:
-                    logger.exception("a stream failed")
-                await write(event(reply.body))
+                log_failure(logger, "a stream failed", error)
+                await write(event(reply_to(error).body))
         await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
 
     async def _write_event(self, write: WriteChunk, data: msgspec.Struct) -> None:

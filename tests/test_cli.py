@@ -7,7 +7,8 @@ import typing
 import pytest
 
 from jaxserve import cli
-from jaxserve.config import CompileConfig, EngineConfig, ModelConfig, setting
+from jaxserve.config import CompileConfig, EngineConfig, ModelConfig
+from jaxserve.setting import at_least, setting
 
 
 def parse(*argv: str) -> EngineConfig:
@@ -73,7 +74,8 @@ class ExampleGroup:
 
     names: tuple[str, ...] = setting((), "some names")
     percent: str = setting("50%", "part of it, as 50%%")
-    limit: int | None = setting(None, "a limit")
+    limit: int | None = setting(None, "a limit (default: none)", range=at_least(1))
+    size: int = setting(5, "a size", range=at_least(2, "a pair"))
 
 
 def test_adds_the_flags_of_a_group() -> None:
@@ -83,6 +85,8 @@ def test_adds_the_flags_of_a_group() -> None:
     assert "A group for the test:" in text
     assert "second paragraph" not in text
     assert "(default: 50%)" in text
+    assert "a limit (default: none); at least 1\n" in text
+    assert "a size; at least 2 (a pair) (default: 5)" in text
     args = parser.parse_args(["--names", "a", "b", "--limit", "3"])
     assert tuple(cli.read_flags(args, ExampleGroup).names) == ("a", "b")
     assert cli.read_flags(args, ExampleGroup).limit == 3

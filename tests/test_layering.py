@@ -146,7 +146,7 @@ def test_core_is_pure_python(module: str) -> None:
 
 LAYERS = (
     *("pallas_kernels", "jaxserve.errors", "jaxserve.conversion", "jaxserve.sampling_params"),
-    "jaxserve.config",
+    *("jaxserve.setting", "jaxserve.config"),
     *("jaxserve.arrays", "jaxserve.device", "jaxserve.program", "jaxserve.ipc", "jaxserve.cli"),
     "jaxserve.text",
     *("jaxserve.core",),

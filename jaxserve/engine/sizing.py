@@ -64,10 +64,9 @@ def resolve_sizes(
       windows: the window of each group of layers; see `CacheGroups`.
 
     Raises:
-      ConfigError: a size is not positive, or what the user asked for does not fit. The message
-        names the largest value that would fit.
+      ConfigError: what the user asked for does not fit. The message names the largest value that
+        would fit.
     """
-    _check_positive(config)
     asked_len, block_size = config.model.max_model_len, config.cache.block_size
     wanted_len = _wanted_len(asked_len, context_length)
     max_num_seqs, max_num_batched_tokens = _step_sizes(config, device)
@@ -227,25 +226,3 @@ def _cache_decision(
         "requests",
         memory + (f"; {num_groups} groups of layers" if num_groups > 1 else ""),
     )
-
-
-def _check_positive(config: EngineConfig) -> None:
-    sizes = {
-        "--max-model-len": config.model.max_model_len,
-        "--block-size": config.cache.block_size,
-        "--kv-cache-memory-mib": config.cache.kv_cache_memory_mib,
-        "--max-num-seqs": config.scheduler.max_num_seqs,
-        "--max-num-batched-tokens": config.scheduler.max_num_batched_tokens,
-    }
-    for flag, value in sizes.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} must be at least 1, got {value}")
-    if config.cache.num_blocks is not None and config.cache.num_blocks < 2:
-        raise ConfigError(
-            "--num-blocks must be at least 2 (block 0 is never used), got "
-            f"{config.cache.num_blocks}"
-        )
-    if not 0 < config.cache.memory_fraction <= 1:
-        raise ConfigError(
-            f"--memory-fraction must be in (0, 1], got {config.cache.memory_fraction}"
-        )

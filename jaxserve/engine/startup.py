@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Self, TextIO
 import msgspec
 
 from jaxserve.ipc.messages import Progress
+from jaxserve.program.stderr import ProgressOutput
 
 REPEAT_S = 2.0
 """Seconds after which a phase without news repeats its last report."""
@@ -85,8 +85,11 @@ class ProgressLines:
     """
 
     def __init__(self, out: TextIO | None = None) -> None:
-        """Prints to ``out``, or to the standard error output if None."""
-        self._out = out or sys.stderr
+        """Prints to ``out``, or to the standard error output if None.
+
+        A line that cannot be printed is dropped.
+        """
+        self._out = ProgressOutput(out)
         self._printed_s = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:

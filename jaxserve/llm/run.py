@@ -15,6 +15,7 @@ from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.llm.outputs import CompletionOutput, LLMOutput, collect
+from jaxserve.program.stderr import ProgressOutput
 from jaxserve.sampling_params import SamplingParams
 
 Encoded: TypeAlias = tuple[str | None, list[int]]
@@ -70,7 +71,7 @@ async def answer_prompts(
     # Enough prompts in flight that no row waits for the next prompt.
     limit = 2 * text_engine.engine.ready.max_num_seqs
     num_tokens = 0
-    with tqdm(total=len(outputs), desc="Processed prompts", disable=not use_tqdm) as bar:
+    with _bar(len(outputs), use_tqdm) as bar:
         answers = bounded_as_completed(range(len(outputs)), answer, limit=limit)
         async with aclosing(answers):
             async for output in answers:
@@ -80,6 +81,16 @@ async def answer_prompts(
                 bar.update()
     if deaths:
         raise deaths[0]
+
+
+def _bar(total: int, use_tqdm: bool) -> tqdm:
+    return tqdm(
+        total=total,
+        desc="Processed prompts",
+        disable=not use_tqdm,
+        file=ProgressOutput(),
+        dynamic_ncols=True,  # without it, only a bar on `sys.stderr` itself has the full width
+    )
 
 
 def _accept(

@@ -30,7 +30,7 @@ from jaxserve import cli
 from jaxserve.client.engine_client import SHUTDOWN_TIMEOUT_S, EngineClient
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import ProgressLines
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ModelFiles, ServedModel
 from jaxserve.front.text_engine import TextEngine
@@ -162,6 +162,8 @@ async def _run(
     if args.input is not None:
         await _answer_file(args, config, factory, bar_columns, stopping)
         return
+    if sys.stdout is None:
+        raise ConfigError("the standard output, to which completions are printed, is closed")
     async with _open(config, factory, stopping) as text_engine:
         for prompt in args.prompt:
             if not stopping.is_finishing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 
@@ -84,6 +85,17 @@ def error_reply(error: Exception) -> ErrorReply:
                 code=kind.code,
             )
     return make_error(500, "Internal server error", type="InternalServerError")
+
+
+def log_failure(logger: logging.Logger, what: str, error: Exception) -> None:
+    """Logs an error whose reply has the status 500; others are the client's or the load's.
+
+    An error of jaxserve says everything in one line, which many requests may share when an engine
+    fails. Any other error is a defect, and its traceback is logged.
+    """
+    if error_reply(error).status == 500:
+        defect = None if isinstance(error, JaxserveError) else error
+        logger.error("%s: %s", what, error, exc_info=defect)
 
 
 def make_error(

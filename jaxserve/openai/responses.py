@@ -14,7 +14,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.front.outputs import Delta
 from jaxserve.front.text_engine import MEASURED_SIZE, TextEngine
 from jaxserve.openai import chat
-from jaxserve.openai.errors import error_reply
+from jaxserve.openai.errors import error_reply, log_failure
 from jaxserve.openai.job import Job
 from jaxserve.openai.limits import check_ids_in_flight
 from jaxserve.openai.logprobs import chat_logprobs
@@ -187,8 +187,7 @@ class _Output:
     def fail(self, error: Exception) -> Event:
         """Marks the response as failed and returns its last event."""
         reply = error_reply(error)
-        if reply.status == 500:
-            logger.error("a response failed", exc_info=error)
+        log_failure(logger, "a response failed", error)
         self.response = msgspec.structs.replace(
             self.response,
             status="failed",

@@ -6,6 +6,7 @@ import os
 import select
 import sys
 import threading
+from contextlib import suppress
 from typing import TextIO
 
 STDERR = 2
@@ -127,6 +128,47 @@ class StderrRelay:
             except OSError:  # the reader or the terminal is gone, or the disk is full
                 return False
         return True
+
+
+class ProgressOutput:
+    """Writes progress to a stream, by default that of errors, and drops what cannot be written.
+
+    For programs that do not open a `StderrRelay`, such as that of a user of the class `LLM`: its
+    work must not fail because a reader or a terminal is gone, a disk is full, or the stream was
+    closed. A write still waits for a reader that is slow. The object is a file for ``print`` and
+    ``tqdm``.
+
+    Args:
+      stream: the stream; None for `sys.stderr`, which is None in turn if the parent process has
+        closed it.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream: TextIO | None = sys.stderr if stream is None else stream
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of the stream, by which ``tqdm`` chooses the characters of a bar."""
+        return getattr(self._stream, "encoding", None) or "ascii"
+
+    def fileno(self) -> int:
+        """The descriptor of the stream, by which ``tqdm`` knows the width. Raises OSError."""
+        if self._stream is None:
+            raise OSError("the standard error output is closed")
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        """Writes the text if that is possible. Returns its length."""
+        if self._stream is not None:
+            with suppress(OSError, ValueError):  # ValueError: closed, or a character it cannot have
+                self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what the stream still holds, if that is possible."""
+        if self._stream is not None:
+            with suppress(OSError, ValueError):
+                self._stream.flush()
 
 
 def standard_streams() -> TextIO:

@@ -53,7 +53,8 @@ class ScriptedEngine:
       submitted: every request so far.
       aborted: IDs of the requests that were closed before their end.
       stall_after: a request stops after this many tokens until it is aborted; None: never.
-      fail_after: requests fail with EngineDeadError after this many tokens; None: never.
+      fail_after: requests fail with ``failure`` after this many tokens; None: never.
+      failure: by default an EngineDeadError.
       error: if set, `generate` and `check_health` raise it.
       base_stats: the state that `stats` reports, apart from the running requests.
     """
@@ -70,6 +71,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.stall_after: int | None = None
         self.fail_after: int | None = None
+        self.failure: Exception = EngineDeadError("the engine was told to fail")
         self.error: Exception | None = None
         self.base_stats = StepStats()
         self._script = script
@@ -156,7 +158,7 @@ class ScriptedEngine:
     def _check_faults(self, num_tokens: int) -> None:
         self.check_health()
         if self.fail_after is not None and num_tokens >= self.fail_after:
-            raise EngineDeadError("the engine was told to fail")
+            raise self.failure
 
     def _output(self, submit: Submit) -> tuple[list[int], FinishReason, int | None]:
         """Returns all output tokens of a request, its finish reason and its stop reason."""

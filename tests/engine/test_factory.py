@@ -288,8 +288,6 @@ def test_an_8_bit_cache_has_more_blocks_in_the_same_memory(config, asked, dtype)
     ("changes", "message"),
     [
         ({"scheduler": {"policy": "nope"}}, "--policy must be one of fcfs, .*got 'nope'"),
-        ({"cache": {"num_blocks": 0}}, "--num-blocks must be at least 2 .*got 0"),
-        ({"cache": {"num_blocks": 1}}, "--num-blocks must be at least 2 .*got 1"),
         (
             {"cache": {"num_blocks": 3}, "model": {"max_model_len": 64}},
             r"--max-model-len 64 does not fit .* of 3 blocks \(as asked\); .* fits is 8",

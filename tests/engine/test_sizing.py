@@ -136,13 +136,6 @@ def test_rejects_a_context_that_does_not_fit_and_names_the_largest_that_fits() -
     ("groups", "message"),
     [
         ({"model": ModelConfig(max_model_len=4096)}, "context of 2048"),
-        ({"model": ModelConfig(max_model_len=0)}, "--max-model-len must be at least 1, got 0"),
-        ({"cache": CacheConfig(block_size=-1)}, "--block-size"),
-        ({"cache": CacheConfig(num_blocks=1)}, "--num-blocks must be at least 2"),
-        ({"cache": CacheConfig(kv_cache_memory_mib=0)}, "--kv-cache-memory-mib"),
-        ({"cache": CacheConfig(memory_fraction=0.0)}, "--memory-fraction must be in"),
-        ({"cache": CacheConfig(memory_fraction=1.1)}, "--memory-fraction must be in"),
-        ({"scheduler": SchedulerConfig(max_num_seqs=0)}, "--max-num-seqs"),
         (
             {"scheduler": SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7)},
             "--max-num-batched-tokens 7 must be at least --max-num-seqs",

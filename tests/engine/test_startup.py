@@ -2,6 +2,7 @@
 
 import io
 import queue
+from contextlib import suppress
 
 import pytest
 
@@ -56,6 +57,15 @@ def test_prints_only_the_end_of_a_fast_phase() -> None:
         lines(Progress(0, "load weights", done, 100, "tensors"))
     lines(Progress(0, "load weights", 100, 100, "tensors", seconds=0.1))
     assert out.getvalue() == "engine 0: load weights: 100 of 100 tensors, 0.1 s\n"
+
+
+def test_a_line_that_cannot_be_printed_does_not_end_the_start() -> None:
+    with open("/dev/full", "w") as full:
+        with Phase(0, "read", "bytes", ProgressLines(full)) as phase:
+            phase.update(1, 2)
+        with suppress(OSError):
+            full.close()  # tries once more to write the line
+    ProgressLines(full)(Progress(0, "read", 2, 2, "bytes", seconds=0.1))
 
 
 def test_prints_updates_of_a_slow_phase(monkeypatch) -> None:

@@ -246,13 +246,17 @@ def test_a_reader_of_completions_may_leave(start, tmp_path, front_checkpoint) ->
 
 
 @pytest.mark.parametrize(
-    ("closing", "named"),
-    [("<&-", "the standard input, from which --input reads"), (">&-", "the standard output")],
+    ("argv", "closing", "named"),
+    [
+        (["-i", "-", "-o", "-"], "<&-", "the standard input, from which --input reads"),
+        (["-i", "-", "-o", "-"], ">&-", "the standard output, to which --output writes"),
+        (["--prompt", "hi"], ">&-", "the standard output, to which completions are printed"),
+    ],
 )
-def test_a_closed_stream_is_refused(start, tmp_path, front_checkpoint, closing, named) -> None:
+def test_a_closed_stream_is_refused(start, tmp_path, argv, closing, named) -> None:
     """Otherwise another file could get its number, or the results would be lost."""
     start()
-    run = run_program(tmp_path, "-i", "-", "-o", "-", shell=f'exec "$@" {closing}')
+    run = run_program(tmp_path, *argv, shell=f'exec "$@" {closing}')
     assert run.returncode == 1
     assert run.stderr.startswith(f"error: {named}")
     assert run.stderr.endswith("is closed\n")

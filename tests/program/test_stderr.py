@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from jaxserve.program.stderr import MAX_BUFFERED_BYTES, STDERR, StderrRelay
+from jaxserve.program.stderr import MAX_BUFFERED_BYTES, STDERR, ProgressOutput, StderrRelay
 from jaxserve.testing.waiting import wait_until
 
 LINE = b"x" * 99 + b"\n"
@@ -173,3 +174,32 @@ def test_streams_that_were_closed_are_opened() -> None:
     command = 'exec "$@" <&- >&- 2>&-'
     run = subprocess.run(["sh", "-c", command, "sh", sys.executable, "-c", code], timeout=60)
     assert run.returncode == 7
+
+
+def test_progress_is_written_like_other_output(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w", encoding="utf-8") as file:
+        out = ProgressOutput(file)
+        print("50 %", file=out, flush=True)
+        assert path.read_text() == "50 %\n"
+        assert (out.encoding, out.fileno()) == ("utf-8", file.fileno())
+
+
+def test_progress_that_cannot_be_written_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w", encoding="ascii") as file:
+        out = ProgressOutput(file)
+        print("\u2588", file=out, flush=True)  # ASCII does not have it
+        print("50 %", file=out)
+    print("100 %", file=out, flush=True)  # closed
+    assert path.read_text().split() == ["50", "%"]
+
+
+def test_progress_without_a_stream_is_dropped(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """For Python, a file of None is the standard output."""
+    monkeypatch.setattr(sys, "stderr", None)
+    out = ProgressOutput()
+    print("50 %", file=out, flush=True)
+    with pytest.raises(OSError, match="is closed"):
+        out.fileno()
+    assert capsys.readouterr().out == ""

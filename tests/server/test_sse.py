@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from jaxserve.errors import RequestFailedError
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.waiting import until
 from server.app import create_app
@@ -101,6 +102,26 @@ async def test_cancelling_the_application_aborts_the_request() -> None:
     await asyncio.gather(serving, return_exceptions=True)
     assert len(text_engine.engine.aborted) == 1
     assert text_engine.num_in_flight == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/completions", "prompt"), ("/v1/responses", "input")]
+)
+async def test_a_request_that_the_engine_fails_is_one_line_in_the_log(
+    path, field, stream, caplog
+) -> None:
+    text_engine = scripted_text_engine("hello world")
+    engine = text_engine.engine
+    engine.fail_after = 1
+    engine.failure = RequestFailedError("the engine crashed twice on this request")
+    client = Client({field: "hello", "stream": stream}, path)
+    app = create_app(ServerState(text_engine))
+    await asyncio.wait_for(app(client.scope, client.receive, client.send), 60)
+    assert b"crashed twice" in b"".join(m.get("body", b"") for m in client.sent)
+    (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert record.message.endswith("failed: the engine crashed twice on this request")
+    assert record.exc_info is None
 
 
 class Piece(msgspec.Struct):

@@ -16,7 +16,7 @@ import msgspec
 
 from jaxserve.config import CacheConfig, CompileConfig
 from jaxserve.device import NVIDIA_DRIVER
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.ipc.launch import Launch
 
 logger = logging.getLogger(__name__)
@@ -56,23 +56,39 @@ class EngineProcess:
 
         Raises:
           ConfigError: there are fewer visible GPUs than the engines need.
+          EngineDeadError: the system has no resources for the process or for a thread.
         """
         self.engine = launch.engine
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._process = subprocess.Popen(
-            # -P: the child imports modules from where the front does (PYTHONPATH), not from the
-            # current folder.
-            [sys.executable, "-P", "-m", "jaxserve.engine.process"],
-            stdin=subprocess.PIPE,
-            bufsize=0,
-            stdout=STDERR,
-            env=child_environment(launch, os.environ, sys.path, has_gpus=NVIDIA_DRIVER.exists()),
-            start_new_session=True,
+        environment = child_environment(
+            launch, os.environ, sys.path, has_gpus=NVIDIA_DRIVER.exists()
         )
-        threading.Thread(
-            target=self._wait, args=(self._exit_code.get_loop(),), name="engine-exit", daemon=True
-        ).start()
+        try:
+            self._process = subprocess.Popen(
+                # -P: the child imports modules from where the front does (PYTHONPATH), not from the
+                # current folder.
+                [sys.executable, "-P", "-m", "jaxserve.engine.process"],
+                stdin=subprocess.PIPE,
+                bufsize=0,
+                stdout=STDERR,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise _unstartable(launch, error) from error
         assert self._process.stdin is not None
+        try:
+            threading.Thread(
+                target=self._wait,
+                args=(self._exit_code.get_loop(),),
+                name="engine-exit",
+                daemon=True,
+            ).start()
+        except RuntimeError as error:  # no more threads
+            self._process.kill()
+            self._process.wait()
+            self.close_stdin()
+            raise _unstartable(launch, error) from error
         with contextlib.suppress(BrokenPipeError):  # already dead: `wait` returns the exit code
             self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
 
@@ -126,6 +142,10 @@ class EngineProcess:
     def _on_exit(self, exit_code: int) -> None:
         self.close_stdin()
         self._exit_code.set_result(exit_code)
+
+
+def _unstartable(launch: Launch, error: Exception) -> EngineDeadError:
+    return EngineDeadError(f"the process of engine {launch.engine} cannot be started: {error}")
 
 
 def child_environment(

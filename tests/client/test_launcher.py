@@ -3,15 +3,18 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import threading
 
 import msgspec
+import psutil
 import pytest
 
 from jaxserve.client import launcher
 from jaxserve.client.launcher import EngineProcess
 from jaxserve.config import CompileConfig, EngineConfig, ModelConfig, ParallelConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.ipc.launch import Launch
 from jaxserve.ipc.transport import SocketFolder
 
@@ -186,3 +189,17 @@ async def test_cancelling_a_wait_does_not_affect_other_waits(process):
     process.close_stdin()
     assert await second == 0
     assert first.cancelled()
+
+
+@pytest.mark.parametrize("missing", ["process", "thread"])
+async def test_a_process_that_the_system_refuses_is_an_error(monkeypatch, missing):
+    before = set(psutil.Process().children())
+
+    def refuse(*_args, **_options):
+        raise OSError("no room") if missing == "process" else RuntimeError("no room")
+
+    target = (subprocess, "Popen") if missing == "process" else (threading.Thread, "start")
+    monkeypatch.setattr(*target, refuse)
+    with pytest.raises(EngineDeadError, match="process of engine 3 cannot be started: no room"):
+        EngineProcess(launch(3))
+    assert set(psutil.Process().children()) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import zmq.asyncio
 
@@ -11,10 +12,12 @@ from jaxserve.client.engines import Callbacks
 from jaxserve.client.replica import Link, Observers, Replica
 from jaxserve.client.totals import latest
 from jaxserve.config import EngineConfig
-from jaxserve.errors import EngineDeadError, JaxserveError
+from jaxserve.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.ipc.control import EngineDown, EnginesGone, EngineUp
 from jaxserve.ipc.messages import Ready, RemoveReader, StepOutputs, StepStats
 from jaxserve.ipc.wire_ids import own_ids
+
+logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
 """Seconds that the last request may take to reach an engine, when the front stops."""
@@ -88,7 +91,8 @@ class AttachedEngines:
             sender = replica.retire(error, RemoveReader(self.reader))
             if sender is not None:
                 sender.close(linger_s=min(timeout_s, LINGER_S))
-        await asyncio.gather(*self._closing, *(replica.close() for replica in running))
+        closing = [*self._closing, *(replica.close() for replica in running)]
+        await asyncio.gather(*closing)
         # Waits until the last requests are sent, so it must not stop the loop.
         await asyncio.to_thread(self._context.term)
 
@@ -103,14 +107,11 @@ class AttachedEngines:
             # that were shown here never go back, but fronts may differ by the tokens of one step.
             stats = latest(stats, before.stats)
         link = Link(engine, up.process, self.reader, up.requests_address, up.events_address)
-        replica = Replica(
-            link,
-            self._context,
-            Observers(self._on_outputs),
-            suspect_s=self._suspect_s,
-            stats_before=None if stats == StepStats() else stats,
-        )
-        replica.connect(up.ready)
+        try:
+            replica = self._connected(link, up.ready, None if stats == StepStats() else stats)
+        except ConfigError as failure:
+            self._give_up(EngineDeadError(str(failure)))
+            return
         replica.death.add_done_callback(lambda _: self._on_death(replica))
         self.replicas[engine] = self._running[up.process] = replica
         self.readies.setdefault(engine, up.ready)
@@ -118,15 +119,39 @@ class AttachedEngines:
             self._all_ready.set()
         self._callbacks.ready(replica)
 
+    def _connected(self, link: Link, ready: Ready, stats_before: StepStats | None) -> Replica:
+        """Returns a replica of a process that can serve. Raises ConfigError if sockets fail."""
+        replica = Replica(
+            link,
+            self._context,
+            Observers(self._on_outputs),
+            suspect_s=self._suspect_s,
+            stats_before=stats_before,
+        )
+        try:
+            replica.connect(ready)
+        except ConfigError:
+            replica.abandon()
+            raise
+        return replica
+
     def _remove(self, down: EngineDown) -> None:
         """Gives the requests of a dead engine process away."""
-        replica = self._running.pop(down.process)
+        replica = self._running.pop(down.process, None)
+        if replica is None:  # this front could not connect to it, and has given up
+            assert self.gone.done(), f"process {down.process} was never up"
+            return
         ids = None if down.running_ids is None else own_ids(self.reader, down.running_ids)
         replica.die(Death(EngineDeadError(down.message), ids))
         self._callbacks.death(replica)
         closing = asyncio.create_task(replica.close())
         self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        closing.add_done_callback(self._on_closed)
+
+    def _on_closed(self, closing: asyncio.Task[None]) -> None:
+        self._closing.discard(closing)
+        if not closing.cancelled() and closing.exception() is not None:
+            logger.error("the end of an engine's sockets failed", exc_info=closing.exception())
 
     def _on_outputs(self, event: StepOutputs) -> None:
         self._callbacks.outputs(event)

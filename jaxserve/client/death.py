@@ -46,6 +46,14 @@ def exited(name: str, exit_code: int) -> Death:
     """Returns the death of an engine whose process ended without a report."""
     if exit_code >= 0:
         return Death(EngineDeadError(f"{name} ended with exit code {exit_code}"))
-    killed_by = signal.Signals(-exit_code).name
+    killed_by = _signal_name(-exit_code)
     hint = " (the kernel does this when memory runs out)" if killed_by == "SIGKILL" else ""
     return Death(EngineDeadError(f"{name} was killed by {killed_by}{hint}"))
+
+
+def _signal_name(number: int) -> str:
+    """Returns, for example, ``SIGKILL``. Most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

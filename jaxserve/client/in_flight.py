@@ -20,11 +20,14 @@ class InFlight:
       stream: its outputs.
       token_ids: the output so far.
       num_crashes: how many times an engine died while it may have been running the request.
+      is_received: whether the engine has said that it has the request. Only engines that get a
+        request after a crash say so.
     """
 
     __slots__ = (
         "_num_cached_tokens",
         "_scheduled_s",
+        "is_received",
         "num_crashes",
         "stream",
         "submit",
@@ -36,6 +39,7 @@ class InFlight:
         self.stream = stream
         self.token_ids: list[int] = []
         self.num_crashes = 0
+        self.is_received = False
         self._scheduled_s = 0.0
         self._num_cached_tokens = 0
 
@@ -46,12 +50,13 @@ class InFlight:
 
     def remaining(self) -> Submit:
         """Returns the request for the rest of its output."""
-        if not self.token_ids:
+        if not self.token_ids and not self.num_crashes:
             return self.submit
         return msgspec.structs.replace(
             self.submit,
             prompt_token_ids=self.submit.prompt_token_ids + self.token_ids,
             num_prior_tokens=len(self.token_ids),
+            num_crashes=self.num_crashes,
         )
 
     def push(self, output: RequestOutput) -> None:

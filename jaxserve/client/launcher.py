@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from jaxserve.config import CacheConfig, CompileConfig
 from jaxserve.device import NVIDIA_DRIVER
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.ipc.child_process import ChildProcess
 from jaxserve.ipc.launch import Launch
 
@@ -30,15 +30,15 @@ class EngineProcess(ChildProcess):
 
         Raises:
           ConfigError: there are fewer visible GPUs than the engines need.
-          OSError: the system has no resources for a process.
+          EngineDeadError: the system has no resources for the process or for a thread.
         """
         self.engine = launch.engine
-        super().__init__(
-            "jaxserve.engine.process",
-            launch,
-            name=f"engine {launch.engine}",
-            environment=child_environment(launch, os.environ, has_gpus=NVIDIA_DRIVER.exists()),
-        )
+        name = f"engine {launch.engine}"
+        environment = child_environment(launch, os.environ, has_gpus=NVIDIA_DRIVER.exists())
+        try:
+            super().__init__("jaxserve.engine.process", launch, name=name, environment=environment)
+        except OSError as error:
+            raise EngineDeadError(f"the process of {name} cannot be started: {error}") from error
 
 
 def child_environment(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass
 
 import msgspec
@@ -16,12 +18,14 @@ from jaxserve.ipc.launch import FAILED_EXIT_CODE, Launch
 from jaxserve.ipc.messages import Shutdown, StepStats
 from jaxserve.ipc.transport import remove_socket
 
+logger = logging.getLogger(__name__)
+
 EXIT_REASON_TIMEOUT_S = 2.0
 """Seconds to wait for `EngineFailed` after a process has ended with `FAILED_EXIT_CODE`."""
 
 CATCH_UP_S = 1.0
-"""Seconds to handle events that arrived while the front itself was stopped, before an engine counts
-as stuck."""
+"""Seconds to handle events that have arrived, before an engine counts as stuck, and after its
+process has ended without a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,9 @@ class OwnedEngine:
           before: the dead replica that this one replaces.
 
         Raises:
-          ConfigError: there are fewer visible GPUs than the engines need.
-          OSError: the system has no resources for a process.
+          ConfigError: there are fewer visible GPUs than the engines need, or the socket for events
+            cannot be bound.
+          EngineDeadError: the system has no resources for a process.
         """
         self._silence = silence
         self._is_restart = before is not None
@@ -86,7 +91,7 @@ class OwnedEngine:
         self.replica.name = f"engine {launch.engine} (pid {self.process.pid})"
         loop = asyncio.get_running_loop()
         watches = (self._watch_process(), self._watch_silence())
-        self._tasks = [loop.create_task(watch) for watch in watches]
+        self._tasks = [loop.create_task(self._guard(watch)) for watch in watches]
 
     async def stop(self, error: JaxserveError, *, timeout_s: float) -> None:
         """Ends the process, and waits until it has exited and the sockets are closed.
@@ -111,11 +116,21 @@ class OwnedEngine:
         await self.replica.close()
         remove_socket(self.replica.link.requests_address)
 
+    async def _guard(self, watch: Coroutine[None, None, None]) -> None:
+        """Runs a watch. If it fails, the engine counts as dead: nobody would notice its end."""
+        try:
+            await watch
+        except Exception as error:
+            logger.exception("the supervision of %s failed", self.replica.name)
+            reason = f"the supervision of {self.replica.name} failed: {error}"
+            self.replica.die(Death(EngineDeadError(reason)))
+
     async def _watch_process(self) -> None:
         """Notices the end of the process, for whatever reason."""
         exit_code = await self.process.wait()
         if exit_code == FAILED_EXIT_CODE:  # EngineFailed may still be in the socket
             await asyncio.wait([self.replica.death], timeout=EXIT_REASON_TIMEOUT_S)
+        await self.replica.end(timeout_s=CATCH_UP_S)
         self.replica.die(exited(self.replica.name, exit_code))
 
     async def _watch_silence(self) -> None:

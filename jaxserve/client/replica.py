@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from jaxserve.ipc.messages import (
     EngineRequest,
     Progress,
     Ready,
+    Received,
     StepOutputs,
     StepStats,
 )
@@ -112,6 +114,7 @@ class Replica:
         self._others_arrived = self._others_handled = 0
         self._last_event_s = time.monotonic()
         self._ready_s: float | None = None
+        self._receipt = asyncio.Event()
         self._events = EventReceiver(context, link.events_address)
         self._listening = loop.create_task(self._listen())
 
@@ -151,10 +154,10 @@ class Replica:
         return time.monotonic() - self._last_event_s
 
     def connect(self, ready: Ready) -> None:
-        """Says that the engine can serve, and connects to it."""
-        self._ready_s = time.monotonic()
+        """Says that the engine can serve, and connects to it. Raises ConfigError."""
         link = self.link
         self._sender = RequestSender(self._context, link.requests_address, reader=link.reader)
+        self._ready_s = time.monotonic()
         if link.reader:
             self._sender.send(AddReader(link.reader, link.events_address))
         self.ready.set_result(ready)
@@ -162,6 +165,7 @@ class Replica:
     def submit(self, request: InFlight) -> None:
         """Sends a request, or the rest of one that a dead engine had begun."""
         assert self._sender is not None, "requests go to engines that are ready"
+        request.is_received = False
         # Does not fail if the process has just died: its death then moves the request.
         self._sender.send(request.remaining())
         # After `send`, so that a request that cannot be encoded is not in flight.
@@ -200,7 +204,8 @@ class Replica:
         """Returns the IDs of the requests that may have been running when the engine died.
 
         If the engine did not tell, these are the oldest ``max_num_seqs`` where the engine runs
-        requests ``in_order`` of their arrival, else all.
+        requests ``in_order`` of their arrival, else all. A request that was in a crash before is
+        one of them only if the engine has said that it received it.
         """
         if not self.requests:
             return set()
@@ -208,7 +213,20 @@ class Replica:
         if told is not None:
             return told & self.requests.keys()
         most = self.ready.result().max_num_seqs if in_order else None
-        return set(islice(self.requests, most))
+        received = (i for i, r in self.requests.items() if r.is_received or not r.num_crashes)
+        return set(islice(received, most))
+
+    async def end(self, *, timeout_s: float) -> None:
+        """Takes no more requests, since the process has ended, and waits for its last `Received`.
+
+        Waits at most ``timeout_s`` seconds, and only if some requests were in a crash before.
+        """
+        self._disconnect()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(r.num_crashes and not r.is_received for r in self.requests.values()):
+                    self._receipt.clear()
+                    await self._receipt.wait()
 
     def retire(self, error: JaxserveError, last: EngineRequest) -> RequestSender | None:
         """Sends a last request and takes no more; ``error`` is the reason of the death.
@@ -227,13 +245,16 @@ class Replica:
         if self.death.done():
             return
         self.death.set_result(death)
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        self._disconnect()
         if not self.ready.done():
             self.ready.set_exception(death.error)
             self.ready.exception()  # marks it as retrieved: there may be no waiter
         self.stats = msgspec.structs.replace(self.stats, num_running=0, num_waiting=0, kv_usage=0.0)
+
+    def _disconnect(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
     def abandon(self) -> None:
         """Closes the socket of an engine whose process could not be started."""
@@ -272,6 +293,10 @@ class Replica:
             case Arrived():
                 # From the input thread of the engine, which runs even if the main thread hangs.
                 self._others_arrived = event.num_other_submits
+            case Received(request_id=request_id):
+                if request_id in self.requests:
+                    self.requests[request_id].is_received = True
+                    self._receipt.set()
             case _:
                 self._last_event_s = time.monotonic()
                 self._handle_start_or_end(event)

@@ -103,7 +103,7 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         stopping = [owned.stop(error, timeout_s=timeout_s) for owned in self._owned.values()]
         await asyncio.gather(*stopping)
-        self._context.term()
+        self._context.destroy(linger=0)  # a socket that is open would stop it for ever
         self.folder.remove()
 
     def engine_up(self, replica: Replica, reader: int) -> EngineUp:
@@ -153,8 +153,9 @@ class Supervisor:
         """Starts a process for an engine: the first one, or one that replaces the last.
 
         Raises:
-          ConfigError, OSError: see `OwnedEngine`.
+          ConfigError, EngineDeadError: see `OwnedEngine` and `SocketFolder`.
         """
+        self.folder.renew()
         number = next(self._launches)
         first = self.readies.get(engine)
         launch = Launch(
@@ -182,7 +183,7 @@ class Supervisor:
             await asyncio.sleep(delay_s)
             try:
                 owned = self._start(engine)
-            except (OSError, JaxserveError) as failure:
+            except JaxserveError as failure:
                 error, served_s = failure, 0.0
             else:
                 error, served_s = await self._until_death(owned)

@@ -161,13 +161,13 @@ def serve(launch: Launch) -> int:
     context = zmq.Context()
     inbox: Inbox = queue.SimpleQueue()
     outbox: Outbox = queue.SimpleQueue()
-    receiver = RequestReceiver(context, launch.requests_address)
     connect = functools.partial(EventSender, context)
     senders = EventSenders(connect, launch.engine, launch.events_address)
     output = start_thread("output", _send_events, outbox, senders)
-    start_thread("input", _receive_requests, receiver, inbox, Arrivals(outbox.put))
     core: EngineCore | None = None
     try:
+        receiver = RequestReceiver(context, launch.requests_address)
+        start_thread("input", _receive_requests, receiver, inbox, Arrivals(outbox.put))
         built = load_factory(launch.factory)(launch.config, launch.engine, outbox.put)
         core = built.core
         _check_fingerprint(launch, built.ready)

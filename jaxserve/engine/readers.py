@@ -11,9 +11,10 @@ As long as reader 0 is the only one, no ID is looked at, and every event is sent
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -24,6 +25,7 @@ from jaxserve.ipc.messages import (
     BadSubmit,
     EngineEvent,
     EngineRequest,
+    Received,
     RemoveReader,
     RequestOutput,
     StepOutputs,
@@ -49,6 +51,15 @@ class SubmitArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Receipt:
+    """``reader`` must learn that its request has arrived. ``is_sent`` is set when it is sent."""
+
+    reader: int
+    event: Received
+    is_sent: threading.Event = field(default_factory=threading.Event, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class SharedStep:
     """A step whose outputs belong to several readers.
 
@@ -61,7 +72,7 @@ class SharedStep:
     num_submits: Mapping[int, int]
 
 
-Outgoing: TypeAlias = EngineEvent | SharedStep | NewReader | RemoveReader | SubmitArrived
+Outgoing: TypeAlias = EngineEvent | SharedStep | NewReader | RemoveReader | SubmitArrived | Receipt
 """The items that the output thread receives."""
 
 
@@ -79,7 +90,11 @@ class Arrivals:
         self._num_submits = 0
 
     def admit(self, request: EngineRequest | BadSubmit) -> bool:
-        """Returns whether the engine has to handle a request: its reader was not removed."""
+        """Returns whether the engine has to handle a request: its reader was not removed.
+
+        Acknowledges a request that was in a crash before, and waits until that is sent: the request
+        may end this process at once.
+        """
         match request:
             case Submit() | BadSubmit():
                 if self._is_shared:
@@ -88,6 +103,8 @@ class Arrivals:
                         return False
                     self._put(SubmitArrived(reader))
                 self._num_submits += 1
+                if isinstance(request, Submit) and request.num_crashes:
+                    self._acknowledge(request.request_id)
             case AddReader(reader=reader):
                 assert reader > 0, "reader 0 needs no message"
                 if reader in self._removed:
@@ -101,6 +118,12 @@ class Arrivals:
             case _:
                 pass
         return True
+
+    def _acknowledge(self, wire: str) -> None:
+        reader, request_id = split(wire) if self._is_shared else (0, wire)
+        receipt = Receipt(reader, Received(request_id))
+        self._put(receipt)
+        receipt.is_sent.wait()
 
 
 class HandledSubmits:
@@ -157,6 +180,11 @@ class EventSenders:
                 self._arrived[0] += num_submits - self._arrived.total()
                 self._fronts[request.reader] = self._connect(request.address)
                 self._send_arrived({request.reader})
+            case Receipt(reader=reader):
+                sender = self._fronts.get(reader) if reader else self._first
+                if sender is not None:  # else it was removed
+                    sender.send(item.event)
+                item.is_sent.set()
             case RemoveReader(reader=reader):
                 if reader in self._fronts:
                     self._fronts.pop(reader).close(linger_s=0)

@@ -58,7 +58,7 @@ class ChildProcess:
           pass_fds: the file descriptors that it inherits, besides the standard streams.
 
         Raises:
-          OSError: the system has no resources for a process.
+          OSError: the system has no resources for the process or for a thread.
         """
         self._name = name
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -73,10 +73,17 @@ class ChildProcess:
             pass_fds=pass_fds,
             start_new_session=True,
         )
-        threading.Thread(
-            target=self._wait, args=(self._exit_code.get_loop(),), name="child-exit", daemon=True
-        ).start()
         assert self._process.stdin is not None
+        loop = self._exit_code.get_loop()
+        try:
+            threading.Thread(
+                target=self._wait, args=(loop,), name="child-exit", daemon=True
+            ).start()
+        except RuntimeError as error:  # no more threads
+            self._process.kill()
+            self._process.wait()
+            self.close_stdin()
+            raise OSError(str(error)) from error
         with contextlib.suppress(BrokenPipeError):  # already dead: `wait` returns the exit code
             self._process.stdin.write(encode_settings(settings))
 

@@ -45,6 +45,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True, gc=Fals
       num_prior_tokens: > 0 resubmits a request after its engine died: that many of the last
         ``prompt_token_ids`` are output of the dead engine. They count as output for limits,
         penalties and random numbers.
+      num_crashes: how many times an engine died that may have been running the request. The engine
+        answers with `Received` if it is > 0.
     """
 
     request_id: str
@@ -55,6 +57,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True, gc=Fals
     arrival_s: float = 0.0
     cache_salt: str = ""
     num_prior_tokens: int = 0
+    num_crashes: int = 0
 
 
 class BadSubmit(msgspec.Struct, frozen=True, gc=False):
@@ -275,6 +278,15 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, frozen=True, gc=Fa
     num_other_submits: int
 
 
+class Received(msgspec.Struct, tag="received", array_like=True, frozen=True, gc=False):
+    """A request that was in a crash before has arrived. Sent before the engine handles it.
+
+    So a request that an engine has never seen does not count as the cause of its death.
+    """
+
+    request_id: str
+
+
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True, gc=False):
     """The engine is about to exit because of an exception.
 
@@ -296,7 +308,7 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True, g
 
 
 EngineRequest = Submit | Abort | Shutdown | AddReader | RemoveReader
-EngineEvent = Progress | Ready | StepOutputs | Arrived | EngineFailed
+EngineEvent = Progress | Ready | StepOutputs | Arrived | Received | EngineFailed
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,7 +6,8 @@
      binds
 
 The sockets of an engine block and have one thread each. Those of a reader belong to an asyncio
-loop. The queues have no limit of their own: the admission limit of the front bounds them.
+loop. The queues have no limit of their own: the admission limit of the front bounds them. All
+constructors of sockets raise ConfigError; see `sockets.bound`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from jaxserve.ipc.messages import (
     decode_request,
     encode,
 )
+from jaxserve.ipc.sockets import bound, connected
 from jaxserve.ipc.wire_ids import wire_id
 
 logger = logging.getLogger(__name__)
@@ -64,19 +66,26 @@ class SocketFolder:
     """
 
     def __init__(self) -> None:
-        try:
-            parent = tempfile.gettempdir()
-            longest = os.path.join(parent, FOLDER_PREFIX + 8 * "x", "out-9999-9999")
-            if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
-                parent = "/tmp"
-            self.path, lock = _make_locked_folder(parent)
-        except OSError as error:
-            raise ConfigError(
-                f"the sockets of the engines need a temporary folder: {error}; set TMPDIR to a "
-                "folder that can be written to"
-            ) from error
-        self._lock: int | None = lock
-        remove_dead_folders(parent)
+        self._lock: int | None
+        self.path, self._lock = _new_folder()
+        remove_dead_folders(os.path.dirname(self.path))
+
+    def renew(self) -> None:
+        """Makes another folder, with a new path, if this one has vanished.
+
+        Sockets that are connected stay so.
+
+        Raises:
+          ConfigError: see `SocketFolder`.
+        """
+        assert self._lock is not None, "the folder was removed"
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._lock)):
+                return
+        logger.warning("the folder of the sockets, %s, has vanished; making another", self.path)
+        vanished = self._lock
+        self.path, self._lock = _new_folder()
+        os.close(vanished)
 
     def events(self, process: int, reader: int = 0) -> str:
         """The address that a reader binds and an engine process connects to."""
@@ -96,7 +105,7 @@ class SocketFolder:
 
 def remove_socket(address: str) -> None:
     """Removes the file of a socket that a killed process has left behind, if there is one."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # what is left goes with the folder
         os.unlink(address.removeprefix("ipc://"))
 
 
@@ -107,6 +116,21 @@ def remove_dead_folders(parent: str) -> None:
             if entry.name.startswith(FOLDER_PREFIX):
                 with contextlib.suppress(OSError):  # another front removes it, or it has a lock
                     _remove_if_dead(entry.path)
+
+
+def _new_folder() -> tuple[str, int]:
+    """Does the same as `_make_locked_folder` in the temporary folder. Raises ConfigError."""
+    try:
+        parent = tempfile.gettempdir()
+        longest = os.path.join(parent, FOLDER_PREFIX + 8 * "x", "out-9999-9999")
+        if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
+            parent = "/tmp"
+        return _make_locked_folder(parent)
+    except OSError as error:
+        raise ConfigError(
+            f"the sockets of the engines need a temporary folder: {error}; set TMPDIR to a folder "
+            "that can be written to"
+        ) from error
 
 
 def _make_locked_folder(parent: str) -> tuple[str, int]:
@@ -146,9 +170,8 @@ class RequestSender:
 
     def __init__(self, context: zmq.asyncio.Context, address: str, *, reader: int = 0) -> None:
         self._reader = reader
-        self._socket = zmq.Socket(context, zmq.PUSH)  # a plain socket: sending never waits
-        self._socket.set_hwm(0)
-        self._socket.connect(address)
+        # A plain socket: sending never waits.
+        self._socket = connected(lambda: zmq.Socket(context, zmq.PUSH), address)
         self._encoder = SubmitEncoder()
 
     def send(self, request: EngineRequest) -> None:
@@ -170,9 +193,7 @@ class EventReceiver:
     """Receives the events of one engine in a reader."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
-        self._socket = context.socket(zmq.PULL)
-        self._socket.set_hwm(0)
-        self._socket.bind(address)
+        self._socket = bound(lambda: context.socket(zmq.PULL), address)
         self._without_waiting = zmq.Socket.shadow(self._socket)  # the same socket
 
     async def receive(self) -> list[EngineEvent]:
@@ -208,9 +229,7 @@ class RequestReceiver:
     """Receives requests in an engine. Belongs to one thread."""
 
     def __init__(self, context: zmq.Context, address: str) -> None:
-        self._socket = context.socket(zmq.PULL)
-        self._socket.set_hwm(0)
-        self._socket.bind(address)
+        self._socket = bound(lambda: context.socket(zmq.PULL), address)
 
     def receive(self) -> EngineRequest | BadSubmit | None:
         """Waits for the next request.
@@ -237,9 +256,7 @@ class EventSender:
     """Sends events from an engine to one reader. Belongs to one thread."""
 
     def __init__(self, context: zmq.Context, address: str) -> None:
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.set_hwm(0)
-        self._socket.connect(address)
+        self._socket = connected(lambda: context.socket(zmq.PUSH), address)
 
     def send(self, event: EngineEvent) -> None:
         """Queues an event. Never waits for the reader."""

@@ -25,6 +25,7 @@ COUNT = st.integers(0, 10**6)
 EVENT = (
     st.builds(m.StepOutputs, st.integers(0, 9), st.lists(OUTPUT, max_size=3), STATS, COUNT, COUNT)
     | st.builds(m.Arrived, st.integers(0, 9), COUNT)
+    | st.builds(m.Received, st.text())
     | st.builds(m.Progress, st.integers(0, 9), st.text(), FINITE, FINITE, st.text())
     | st.builds(m.EngineFailed, st.integers(0, 9), st.text(), st.text(), st.booleans())
     | st.builds(

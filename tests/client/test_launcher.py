@@ -1,11 +1,16 @@
 """The launch of an engine process: its environment, its exit code and its end."""
 
+import subprocess
+import threading
+
 import msgspec
+import psutil
 import pytest
 
 from jaxserve.client import launcher
+from jaxserve.client.launcher import EngineProcess
 from jaxserve.config import CompileConfig, EngineConfig, ModelConfig, ParallelConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.ipc.launch import Launch
 
 
@@ -128,3 +133,17 @@ def test_another_platform_than_the_cpu_needs_the_gpus():
     inherited = {"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cuda,cpu"}
     with pytest.raises(ConfigError, match="need 2 GPUs"):
         child_environment(launch(tensor_parallel_size=2), inherited)
+
+
+@pytest.mark.parametrize("missing", ["process", "thread"])
+async def test_a_process_that_the_system_refuses_is_an_error(monkeypatch, missing):
+    before = set(psutil.Process().children())
+
+    def refuse(*_args, **_options):
+        raise OSError("no room") if missing == "process" else RuntimeError("no room")
+
+    target = (subprocess, "Popen") if missing == "process" else (threading.Thread, "start")
+    monkeypatch.setattr(*target, refuse)
+    with pytest.raises(EngineDeadError, match="process of engine 3 cannot be started: no room"):
+        EngineProcess(launch(3))
+    assert set(psutil.Process().children()) == before

@@ -11,11 +11,12 @@ from jaxserve.client.engine_client import EngineClient
 from jaxserve.client.in_flight import InFlight
 from jaxserve.client.output_stream import OutputStream
 from jaxserve.config import EngineConfig, ParallelConfig
-from jaxserve.errors import EngineDeadError
+from jaxserve.errors import EngineDeadError, RequestFailedError
 from jaxserve.ipc.control import EngineDown, EnginesGone, EngineUp
 from jaxserve.ipc.messages import (
     AddReader,
     Arrived,
+    Received,
     RemoveReader,
     RequestOutput,
     StepOutputs,
@@ -56,6 +57,9 @@ class Engine:
 
     def arrived(self, num_submits):
         self._sender.send(Arrived(self.engine, num_submits))
+
+    def received(self, request_id):
+        self._sender.send(Received(request_id))
 
     def close(self):
         self._receiver.close()
@@ -179,6 +183,44 @@ async def test_named_requests_of_other_fronts_are_no_suspects(attach, make_engin
     for reader in readers:
         with pytest.raises(EngineDeadError, match="shut down"):
             await reader
+
+
+async def test_a_request_that_never_arrived_is_no_suspect_of_its_second_crash(attach, make_engine):
+    engines, client = attach()
+    engine = make_engine()
+    engines.handle(engine.up)
+    replica = engines.replicas[0]
+    requests = {i: request(i) for i in ("first", "lost", "named", "received")}
+    for i, one in requests.items():
+        one.num_crashes = int(i != "first")
+        replica.submit(one)
+    assert isinstance(await engine.receive(), AddReader)
+    submits = [await engine.receive() for _ in requests]
+    assert [submit.num_crashes for submit in submits] == [0, 1, 1, 1]
+    engine.received("received")
+    await until(lambda: requests["received"].is_received)
+    engines.handle(EngineDown(0, "dead", None))
+    assert replica.suspects(in_order=True) == set()  # they have been moved
+    crashes = {i: one.num_crashes for i, one in requests.items()}
+    assert crashes == {"first": 1, "lost": 1, "named": 1, "received": 2}
+    with pytest.raises(RequestFailedError, match="failed 2 times"):
+        await anext(aiter(requests["received"].stream))
+    # What an engine has said to another one does not count for the next one.
+    second = make_engine()
+    engines.handle(second.up)
+    assert not any(one.is_received for i, one in requests.items() if i != "received")
+    engines.handle(EngineDown(1, "dead", [f"{READER}:named"]))
+    assert [one.num_crashes for one in requests.values()] == [1, 1, 2, 2]
+
+
+async def test_a_front_ends_if_it_cannot_listen_to_an_engine(attach, make_engine):
+    engines, client = attach()
+    up = msgspec.structs.replace(make_engine().up, events_address="ipc:///no/such/folder/s")
+    engines.handle(up)
+    assert "/no/such/folder" in str(engines.gone.result())
+    engines.handle(EngineDown(up.process, "dead", None))
+    async with asyncio.timeout(TIMEOUT_S):
+        await client.close()
 
 
 async def test_all_are_ready_once_each_engine_was_up(attach, make_engine):

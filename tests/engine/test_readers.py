@@ -1,6 +1,7 @@
 """The readers of one engine: whose requests it runs, and who gets which events."""
 
 import queue
+import threading
 from collections import Counter
 
 from hypothesis import given
@@ -14,6 +15,7 @@ from jaxserve.engine.readers import (
     EventSenders,
     HandledSubmits,
     NewReader,
+    Receipt,
     SharedStep,
     SubmitArrived,
 )
@@ -24,6 +26,7 @@ from jaxserve.ipc.messages import (
     BadSubmit,
     EngineFailed,
     Progress,
+    Received,
     RemoveReader,
     RequestOutput,
     Shutdown,
@@ -34,10 +37,11 @@ from jaxserve.ipc.messages import (
 from jaxserve.ipc.wire_ids import wire_id
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing import fake_engine
+from jaxserve.testing.waiting import wait_until
 
 
-def submit(wire, max_tokens=5):
-    return Submit(wire, [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=0))
+def submit(wire, max_tokens=5, **fields):
+    return Submit(wire, [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=0), **fields)
 
 
 def admitted(*requests):
@@ -155,6 +159,38 @@ def test_fronts_learn_of_the_requests_of_the_others():
     readers.send(*map(SubmitArrived, (1, 1, 2)), new(3, 8), SubmitArrived(3))
     counts = {name: [e.num_other_submits for e in got] for name, got in readers.received.items()}
     assert counts == {"0": [], "1": [5, 6, 7], "2": [5, 6, 7, 8], "3": [8]}
+
+
+def test_a_request_that_was_in_a_crash_is_acknowledged_before_the_engine_handles_it():
+    crashed = {"num_crashes": 1}
+    readers = Readers()
+    arrivals = Arrivals(readers.send)
+    assert arrivals.admit(submit("1:a", **crashed))  # of reader 0, whatever it looks like
+    assert arrivals.admit(submit("plain"))
+    assert readers.received == {"0": [Received("1:a")]}
+    assert arrivals.admit(AddReader(1, "1"))
+    assert arrivals.admit(submit("1:b:c", **crashed))
+    assert readers.received == {"0": [Received("1:a")], "1": [Arrived(4, 2), Received("b:c")]}
+
+
+def test_a_request_waits_until_its_receipt_is_sent():
+    sent = []
+    arrivals = Arrivals(sent.append)
+    thread = threading.Thread(target=arrivals.admit, args=(submit("a", num_crashes=1),))
+    thread.start()
+    wait_until(lambda: sent)
+    assert sent == [Receipt(0, Received("a"))]
+    assert thread.is_alive()
+    sent[0].is_sent.set()
+    thread.join()
+
+
+def test_the_receipt_of_a_removed_reader_stops_nothing():
+    readers = Readers()
+    receipt = Receipt(1, Received("a"))
+    readers.send(new(1), RemoveReader(1), receipt)
+    assert receipt.is_sent.is_set()
+    assert readers.received["1"] == [Arrived(4, 0)]
 
 
 def test_a_removed_reader_gets_nothing_more():

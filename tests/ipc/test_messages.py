@@ -22,7 +22,14 @@ PARAMS = st.builds(
     bad_words_token_ids=st.lists(IDS.filter(len).map(tuple), max_size=3).map(tuple),
     grammar=st.none() | st.builds(Grammar, st.sampled_from(["regex", "choice"]), st.text()),
 )
-SUBMIT = st.builds(m.Submit, st.text(), IDS, PARAMS, st.none() | st.integers(0, 10**6))
+SUBMIT = st.builds(
+    m.Submit,
+    st.text(),
+    IDS,
+    PARAMS,
+    st.none() | st.integers(0, 10**6),
+    num_crashes=st.integers(0, 9),
+)
 REQUEST = (
     SUBMIT
     | st.builds(m.Abort, st.lists(st.text()))

@@ -46,6 +46,7 @@ from jaxserve.ipc.transport import (
     remove_dead_folders,
 )
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.testing.waiting import until
 
 TIMEOUT_S = 60  # for waits that only a defect makes this long
 REQUESTS = [
@@ -183,6 +184,60 @@ def test_addresses_fit_a_socket_if_the_temporary_folder_has_a_long_name(tmp_path
         assert len(address.removeprefix("ipc://")) <= MAX_SOCKET_PATH
     folder.remove()
     assert list(long.iterdir()) == []
+
+
+def test_a_folder_that_has_vanished_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = SocketFolder()
+    first = folder.path
+    folder.renew()
+    assert folder.path == first
+    os.rmdir(first)
+    folder.renew()
+    assert list(tmp_path.iterdir()) == [Path(folder.path)]
+    remove_dead_folders(str(tmp_path))  # it has a lock
+    assert os.path.exists(folder.path)
+    os.rmdir(folder.path)
+    tmp_path.rmdir()
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        folder.renew()
+    tmp_path.mkdir()
+    folder.renew()
+    assert list(tmp_path.iterdir()) == [Path(folder.path)]
+    folder.remove()
+    assert not list(tmp_path.iterdir())
+
+
+TOO_LONG = "ipc:///" + 200 * "x"
+
+
+@pytest.mark.parametrize(
+    ("make", "address", "words"),
+    [
+        (EventReceiver, "ipc:///no/such/folder/s", "in /no/such/folder: No such file.*TMPDIR"),
+        (RequestReceiver, "ipc:///no/such/folder/s", "in /no/such/folder: No such file.*TMPDIR"),
+        (EventSender, TOO_LONG, "File name too long"),
+        (RequestSender, TOO_LONG, "File name too long"),
+    ],
+)
+async def test_a_socket_that_cannot_be_opened_is_closed(make, address, words):
+    is_front = make in (EventReceiver, RequestSender)
+    context = zmq.asyncio.Context() if is_front else zmq.Context()
+    with pytest.raises(ConfigError, match=words):
+        make(context, address)
+    ending = threading.Thread(target=context.term, daemon=True)
+    ending.start()
+    await until(lambda: not ending.is_alive())  # an open socket would stop it for ever
+
+
+async def test_a_socket_too_many_is_refused():
+    with front_context() as context:
+        context.max_sockets = 1
+        with (
+            contextlib.closing(EventReceiver(context, "inproc://first")),
+            pytest.raises(ConfigError, match=r"Too many open files.*ulimit"),
+        ):
+            EventReceiver(context, "inproc://second")
 
 
 async def test_every_message_passes_between_front_and_engine(folder):

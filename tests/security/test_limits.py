@@ -317,8 +317,8 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "schemas of arguments in the format `qwen3_coder` with a grammar, each with a copy of "
         "what it refers to": [structural_tag.MAX_VALUE_CHARS],
         "grammars that wait for their check; for one that takes over 0.1 s": [
-            grammar_checks.LINE_SHARE,
-            grammar_checks.LONG_LINE_SHARE,
+            grammar_checks.QUEUE_SHARE,
+            grammar_checks.LONG_QUEUE_SHARE,
         ],
         "processor time and memory for checking a grammar": [
             grammar_worker.CHECK_TIME_S,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import logging
 import resource
 import signal
 import sys
@@ -29,6 +28,7 @@ from jaxserve.program.address_space import check_address_space
 from jaxserve.program.stderr import StderrRelay, standard_streams
 from server.console import Console
 from server.listen import listen
+from server.log import set_up_logging
 from server.run import Stopped, serve
 from server.settings import ApiSettings, ServerSettings
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         settings = read_flags(args, ServerSettings)
         api = read_flags(args, ApiSettings)
         config = read_config(args)
-        _set_up_logging(settings.log_level)
+        set_up_logging(settings.log_level.upper())
         if settings.engine_factory == FACTORY:
             check_address_space()
         listeners = listen(settings.host, settings.port)
@@ -85,15 +85,6 @@ def read_config(args: argparse.Namespace) -> EngineConfig:
     if args.positional_model is not None:
         args.model = args.positional_model
     return read_engine_config(args)
-
-
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s"
-    )
-    # The messages of these two repeat those of the console.
-    for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def _raise_file_limit() -> None:

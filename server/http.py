@@ -8,16 +8,12 @@ relies on, and pyproject.toml bounds the version.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import uuid
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import httptools
 import msgspec
-import uvicorn
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -40,36 +36,6 @@ from the end of that piece."""
 MAX_UNREAD_BYTES = 64 * 1024 * 1024
 UNREAD_TIMEOUT_S = 30
 """Limits in bytes and seconds on the rest of a request that is discarded after its response."""
-
-
-class HttpServer(uvicorn.Server):
-    """A uvicorn server that leaves signal handling to its caller.
-
-    Args:
-      config: the configuration of uvicorn.
-      last_bytes_s: seconds that clients get at shutdown to read their last bytes.
-    """
-
-    def __init__(self, config: uvicorn.Config, *, last_bytes_s: float) -> None:
-        super().__init__(config)
-        self._last_bytes_s = last_bytes_s
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Closes all connections, and aborts those whose clients do not read in time."""
-        timer = asyncio.get_running_loop().call_later(self._last_bytes_s, self._abort_connections)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
-
-    def _abort_connections(self) -> None:
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Captures no signals."""
-        yield
 
 
 class HttpProtocol(HttpToolsProtocol):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxserve.config import MIB, setting
+from jaxserve.config import MIB, EngineConfig, setting
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.ipc.launch import FACTORY
 from jaxserve.openai.prompts import check_variables
@@ -87,6 +88,11 @@ class ApiSettings:
         if not all(self.api_key):
             raise ConfigError("--api-key must not be empty")
 
+    def share(self, num_fronts: int) -> ApiSettings:
+        """Returns the settings of each of several fronts, which divide the memory of bodies."""
+        memory_mib = max(self.max_body_memory_mib // num_fronts, self.max_body_mib)
+        return dataclasses.replace(self, max_body_memory_mib=memory_mib)
+
     @property
     def max_body_bytes(self) -> int:
         """Size limit of a request body, in bytes."""
@@ -112,6 +118,11 @@ class ServerSettings:
         "'' and :: all networks",
     )
     port: int = setting(8000, "port to listen on; 0 picks a free one")
+    api_server_count: int = setting(
+        1,
+        "processes that serve HTTP, chat templates and text, each on a core of its own; with more "
+        "than 1 a main process accepts the connections, and restarts those processes if they die",
+    )
     chat_template: str | None = setting(
         None, "file with a Jinja chat template (default: the template of the model)"
     )
@@ -149,6 +160,8 @@ class ServerSettings:
     )
 
     def __post_init__(self) -> None:
+        if self.api_server_count < 1:
+            raise ConfigError(f"--api-server-count must be at least 1, got {self.api_server_count}")
         if self.write_timeout <= 0:
             raise ConfigError(f"--write-timeout must be more than 0, got {self.write_timeout}")
         # Check here, so that errors show before a model is loaded.
@@ -173,3 +186,24 @@ class ServerSettings:
                 f"the server does not set itself, got {text[:200]!r}"
             ) from error
         return variables
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """All that a front needs to know, in whatever process it runs.
+
+    Attributes:
+      config: the settings of the engines.
+      api: the settings of the API.
+      server: the settings of the server.
+      chat_template: the text of ``--chat-template``; None: the template of the model.
+      is_local: whether only this machine can reach the server.
+      created: Unix time of the start of the server, in seconds.
+    """
+
+    config: EngineConfig
+    api: ApiSettings
+    server: ServerSettings
+    chat_template: str | None
+    is_local: bool
+    created: int

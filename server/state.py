@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import JaxserveError
@@ -30,6 +31,9 @@ class ServerState:
       aborting: requests in flight have been aborted, because the server stops.
       created: Unix time of the start, in seconds.
       config: the settings of the engines, shown by /server_info.
+      api_server_count: the number of fronts, shown by /server_info.
+      abort_elsewhere: aborts the requests of the other fronts that have this ID, or all with None,
+        and returns the number of completions; None: there are no other fronts.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class ServerState:
         self.aborting = False
         self.created = int(time.time())
         self.config: EngineConfig | None = None
+        self.api_server_count = 1
+        self.abort_elsewhere: Callable[[str | None], Awaitable[int]] | None = None
 
     def serving(self) -> TextEngine:
         """Returns the text engine for a new request. Raises UnavailableError."""
@@ -61,6 +67,16 @@ class ServerState:
     def check_health(self) -> None:
         """Raises UnavailableError or EngineDeadError unless every engine can serve."""
         self.serving().engine.check_health()
+
+    async def abort(self, request_id: str | None) -> int:
+        """Aborts the requests of the whole server that have this ID, or all with None.
+
+        Returns the number of completions. Raises UnavailableError.
+        """
+        here = self.serving().abort(request_id)
+        if self.abort_elsewhere is None:
+            return here
+        return here + await self.abort_elsewhere(request_id)
 
     def load(self) -> int:
         """Returns the number of completions of the server in flight."""

@@ -16,13 +16,15 @@ from jaxserve.cli import read_flags
 from jaxserve.client.in_process import InProcessEngine
 from jaxserve.config import EngineConfig
 from jaxserve.engine.process import load_factory
+from jaxserve.errors import ConfigError
 from jaxserve.front.served_model import ModelFiles
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.ipc.messages import Progress
 from server.__main__ import make_parser, read_config
 from server.app import create_app
 from server.listen import is_local, listen, url_of
-from server.run import http_server, make_text_engine, read_template
+from server.run import read_template
+from server.serving import http_server, make_text_engine
 from server.settings import ApiSettings, ServerSettings
 from server.state import ServerState
 
@@ -47,6 +49,8 @@ class ServerThread:
         args = make_parser().parse_args(["--port", "0", *argv])
         self._settings = read_flags(args, ServerSettings)
         self._api = read_flags(args, ApiSettings)
+        if self._settings.api_server_count > 1:
+            raise ConfigError("--api-server-count must be 1: this server is in one process")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="server", daemon=True)
         self._thread.start()

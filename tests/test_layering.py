@@ -25,6 +25,7 @@ DEVICE = (
     "jaxserve.checkpoint.orbax_cache",
     "jaxserve.engine.choices",
     "jaxserve.engine.factory",
+    "jaxserve.engine.loading",
     "jaxserve.engine.memory",
     "jaxserve.models",
     "jaxserve.ops",

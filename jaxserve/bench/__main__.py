@@ -2,6 +2,7 @@
 
 scripts/bench [--model M] [--num-requests N] [--output FILE] [-- SERVER_FLAG...]
 scripts/bench front ...         cost of a streamed token in the front process; see its --help
+scripts/bench fronts ...        requests per second with several front processes; see its --help
 scripts/bench neighbours ...    cost of one request to concurrent requests; see its --help
 scripts/bench drafts ...        gain of speculative decoding; see its --help
 scripts/bench compare ...       gain or cost of other flags; see its --help
@@ -17,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import compare, drafts, front, neighbours
+from jaxserve.bench import compare, drafts, front, fronts, neighbours
 from jaxserve.bench.figures import Figures, LoadFigures, Machine
 from jaxserve.bench.http import Timing, stream_completion
 from jaxserve.bench.program import add_load_flags, base_parser, body_maker, run
@@ -25,6 +26,7 @@ from jaxserve.bench.server_process import HOST, ServerProcess
 
 PROGRAMS = {
     "front": front,
+    "fronts": fronts,
     "neighbours": neighbours,
     "drafts": drafts,
     "compare": compare,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import random
@@ -29,6 +30,7 @@ from typing import Any
 import httpx
 import psutil
 
+from jaxserve.bench.held import Held, children_of
 from jaxserve.bench.server_process import ServerProcess
 from jaxserve.testing.tiny import write_checkpoint
 
@@ -78,30 +80,6 @@ class Failed(Exception):
         self.outcome = outcome
 
 
-@dataclass(frozen=True)
-class Held:
-    """The memory of a front in bytes, its descriptors and its processes."""
-
-    memory_bytes: int
-    num_descriptors: int
-    num_processes: int
-
-    @classmethod
-    def by(cls, front: psutil.Process) -> Held:
-        """Returns the current state of a server."""
-        children = front.children(recursive=True)
-        return cls(front.memory_info().rss, front.num_fds(), len(children))
-
-    def is_within(self, before: Held) -> bool:
-        """Whether a server holds no more than before a job, but for what its allocator keeps."""
-        return (
-            self.num_processes <= before.num_processes
-            # Connections of engines that were restarted may be closed a little later.
-            and self.num_descriptors <= before.num_descriptors + 4 * NUM_ENGINES
-            and self.memory_bytes < 1.2 * before.memory_bytes + 2**24
-        )
-
-
 @dataclass
 class Tally:
     """The outcomes of requests.
@@ -132,13 +110,17 @@ class Tally:
 
 @dataclass(frozen=True)
 class Job:
-    """The amount of work: ``seconds`` or ``num_requests``, in ``num_streams`` at once."""
+    """The amount of work: ``seconds`` or ``num_requests``, in ``num_streams`` at once.
+
+    ``num_fronts``: the number of front processes of the server.
+    """
 
     num_streams: int
     seconds: float | None
     num_requests: int | None
     faults: bool
     seed: int
+    num_fronts: int = 1
 
 
 def make_requests(count: int, *, seed: int) -> list[dict[str, Any]]:
@@ -238,19 +220,10 @@ async def injure(front: psutil.Process, rng: random.Random, injuries: Counter[st
     while True:
         await asyncio.sleep(rng.uniform(2, 8))
         with contextlib.suppress(psutil.Error, IndexError):
-            victim = rng.choice(_engines(front))
+            victim = rng.choice(children_of(front, "jaxserve.engine.process"))
             what = rng.choice(["killed", "stopped"])
             victim.kill() if what == "killed" else victim.suspend()
             injuries[what] += 1
-
-
-def _engines(front: psutil.Process) -> list[psutil.Process]:
-    engines: list[psutil.Process] = []
-    for child in front.children():
-        with contextlib.suppress(psutil.Error):
-            if "jaxserve.engine.process" in child.cmdline():
-                engines.append(child)
-    return engines
 
 
 async def until_idle(client: httpx.AsyncClient) -> None:
@@ -287,9 +260,10 @@ async def stress(folder: Path, job: Job) -> Tally:
     requests, tally = make_requests(64, seed=job.seed), Tally()
     async with _served(folder) as (_, client):
         answers = [await ask(client, request, Tally()) for request in requests]
-    async with _served(folder, *(FAULTY if job.faults else ())) as (process, client):
+    flags = ("--api-server-count", str(job.num_fronts), *(FAULTY if job.faults else ()))
+    async with _served(folder, *flags) as (process, client):
         front = psutil.Process(process.pid)
-        warm_up = Job(job.num_streams, None, 10 * job.num_streams, job.faults, job.seed)
+        warm_up = dataclasses.replace(job, seconds=None, num_requests=10 * job.num_streams)
         await run_streams(client, requests, answers, warm_up, tally)
         await until_idle(client)
         tally.before = Held.by(front)
@@ -315,10 +289,11 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--num-requests", type=int, default=1000)
+    parser.add_argument("--fronts", type=int, default=1)
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    job = Job(args.streams, args.seconds, args.num_requests, args.faults, args.seed)
+    job = Job(args.streams, args.seconds, args.num_requests, args.faults, args.seed, args.fronts)
     with tempfile.TemporaryDirectory() as folder:
         tally = asyncio.run(stress(Path(folder), job))
     for name, value in vars(tally).items():

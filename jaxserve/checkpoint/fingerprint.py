@@ -8,6 +8,11 @@ from pathlib import Path
 SUFFIXES = frozenset({".gguf", ".jinja", ".json", ".model", ".safetensors", ".txt"})
 """The endings of the files that a model is read from."""
 
+FILES_HAVE_CHANGED = (
+    "the files of the model have changed since the server started; restart the server"
+)
+"""The message of a process that was restarted and finds another fingerprint."""
+
 
 def fingerprint(path: Path) -> str:
     """Returns a digest of the names, sizes and times of the files of a model.

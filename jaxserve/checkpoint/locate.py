@@ -39,7 +39,7 @@ def open_checkpoint(
       ConfigError: the path is in the home folder of a user without one.
     """
     try:
-        path = _find(model)
+        path = find(model)
         # Local files have meaningful names. A downloaded folder has a revision hash as its name.
         return _open(path, name=None if _is_local(model) else model, names_of=names_of)
     except OSError as error:
@@ -57,7 +57,7 @@ def open_tokenizer(model: str) -> Tokenizer:
       ConfigError: the path is in the home folder of a user without one.
     """
     try:
-        path = _find(model, only_tokenizer=True)
+        path = find(model, only_tokenizer=True)
         if path.is_dir() and (path / "tokenizer_config.json").exists():
             return Tokenizer.from_folder(path)
         return _open(path, name=None).tokenizer()
@@ -69,7 +69,17 @@ def _is_local(model: str) -> bool:
     return model.startswith(PYTHON_PREFIX) or expand_home(model).exists()
 
 
-def _find(model: str, *, only_tokenizer: bool = False) -> Path:
+def find(model: str, *, only_tokenizer: bool = False) -> Path:
+    """Returns the folder or the file of a model, after downloading it if necessary.
+
+    Args:
+      model: see `open_checkpoint`.
+      only_tokenizer: download nothing but the files of the tokenizer.
+
+    Raises:
+      CheckpointError: the model does not exist.
+      ConfigError: the path is in the home folder of a user without one.
+    """
     if model.startswith(PYTHON_PREFIX):
         return find_in_package(model.removeprefix(PYTHON_PREFIX))
     path = expand_home(model)

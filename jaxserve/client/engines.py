@@ -1,4 +1,4 @@
-"""What an `EngineClient` needs of its engines, whoever runs them."""
+"""The engines of an `EngineClient`, whoever runs them."""
 
 from __future__ import annotations
 

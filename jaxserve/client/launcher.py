@@ -1,33 +1,16 @@
-"""Starts an engine as a child process, and makes sure that it ends."""
+"""Starts an engine as a child process, with the environment that it needs."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 import os
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping
 from itertools import takewhile
-
-import msgspec
 
 from jaxserve.config import CacheConfig, CompileConfig
 from jaxserve.device import NVIDIA_DRIVER
 from jaxserve.errors import ConfigError, EngineDeadError
+from jaxserve.ipc.child_process import ChildProcess
 from jaxserve.ipc.launch import Launch
-
-logger = logging.getLogger(__name__)
-
-STDERR = 2
-
-STDIN_CLOSED_TIMEOUT_S = 3.0
-"""Seconds that a process may take to exit after its standard input was closed."""
-
-KILL_TIMEOUT_S = 10.0
-"""Seconds that a killed process may take to end: a call of a driver may have to return first."""
 
 ENVIRONMENT = {
     # Show only errors of XLA's C++ code: its warnings are about its own tuning.
@@ -39,119 +22,30 @@ CAPTURE_COLLECTIVES = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
 """The flag of XLA that adds sums over devices to the operations that CUDA graphs may contain."""
 
 
-class EngineProcess:
-    """One engine process, from start to exit.
-
-    Its standard input stays open as long as the front lives and needs the engine; the child exits
-    at once when it closes. The child runs in its own session: Ctrl-C in a terminal goes to a whole
-    process group, but should reach the front only, which decides when the engines end. The front's
-    standard error output shows all output of the child.
-
-    Create it on the thread of the running asyncio loop: Linux kills the child when the thread that
-    started it ends.
-    """
+class EngineProcess(ChildProcess):
+    """An engine process, from start to exit."""
 
     def __init__(self, launch: Launch) -> None:
         """Starts the process.
 
         Raises:
           ConfigError: there are fewer visible GPUs than the engines need.
-          EngineDeadError: the system has no resources for the process or for a thread.
+          EngineDeadError: the system has no resources for a process or a thread.
         """
         self.engine = launch.engine
-        self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        environment = child_environment(
-            launch, os.environ, sys.path, has_gpus=NVIDIA_DRIVER.exists()
-        )
+        environment = child_environment(launch, os.environ, has_gpus=NVIDIA_DRIVER.exists())
+        name = f"engine {launch.engine}"
         try:
-            self._process = subprocess.Popen(
-                # -P: the child imports modules from where the front does (PYTHONPATH), not from the
-                # current folder.
-                [sys.executable, "-P", "-m", "jaxserve.engine.process"],
-                stdin=subprocess.PIPE,
-                bufsize=0,
-                stdout=STDERR,
-                env=environment,
-                start_new_session=True,
-            )
+            super().__init__("jaxserve.engine.process", launch, name=name, environment=environment)
         except OSError as error:
-            raise _unstartable(launch, error) from error
-        assert self._process.stdin is not None
-        try:
-            threading.Thread(
-                target=self._wait,
-                args=(self._exit_code.get_loop(),),
-                name="engine-exit",
-                daemon=True,
-            ).start()
-        except RuntimeError as error:  # no more threads
-            self._process.kill()
-            self._process.wait()
-            self.close_stdin()
-            raise _unstartable(launch, error) from error
-        with contextlib.suppress(BrokenPipeError):  # already dead: `wait` returns the exit code
-            self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
-
-    @property
-    def pid(self) -> int:
-        """The process ID."""
-        return self._process.pid
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the process is running, as far as the event loop knows."""
-        return not self._exit_code.done()
-
-    async def wait(self) -> int:
-        """Waits for the exit and returns the exit code; -n if signal n killed the process."""
-        return await asyncio.shield(self._exit_code)
-
-    async def stop(self, *, timeout_s: float) -> int:
-        """Ends the process and returns its exit code.
-
-        The process has ``timeout_s`` seconds to exit by itself (0: none). Then its standard input
-        is closed, which makes it exit whatever it is doing. If it does not exit, it is killed.
-        """
-        if not await self._ends_within(timeout_s):
-            self.close_stdin()
-            if not await self._ends_within(STDIN_CLOSED_TIMEOUT_S):
-                self._process.kill()
-        return await self.wait()
-
-    async def kill(self) -> None:
-        """Kills the process, whatever it is doing, and waits until the kernel has ended it."""
-        self._process.kill()
-        if not await self._ends_within(KILL_TIMEOUT_S):
-            logger.error("engine %d (pid %d) cannot be killed", self.engine, self.pid)
-
-    def close_stdin(self) -> None:
-        """Closes the standard input of the process. Idempotent."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
-    async def _ends_within(self, timeout_s: float) -> bool:
-        await asyncio.wait([self._exit_code], timeout=timeout_s)
-        return self._exit_code.done()
-
-    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Waits for the process on a thread, which works on every platform."""
-        exit_code = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no waiter
-            loop.call_soon_threadsafe(self._on_exit, exit_code)
-
-    def _on_exit(self, exit_code: int) -> None:
-        self.close_stdin()
-        self._exit_code.set_result(exit_code)
-
-
-def _unstartable(launch: Launch, error: Exception) -> EngineDeadError:
-    return EngineDeadError(f"the process of engine {launch.engine} cannot be started: {error}")
+            message = f"the process of {name} cannot be started: {error}"
+            raise EngineDeadError(message) from error
 
 
 def child_environment(
-    launch: Launch, inherited: Mapping[str, str], module_path: list[str], *, has_gpus: bool
+    launch: Launch, inherited: Mapping[str, str], *, has_gpus: bool
 ) -> dict[str, str]:
-    """Returns the environment of an engine: the front's own, its module path and our settings.
+    """Returns the environment of an engine: that of its parent, and our settings.
 
     ``has_gpus``: whether the machine has NVIDIA GPUs.
 
@@ -164,7 +58,6 @@ def child_environment(
         **inherited,
         **xla_flags(launch.config.compile, inherited),
         **_visible_devices(launch, inherited, has_gpus=has_gpus),
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in module_path),
     }
 
 

@@ -14,25 +14,20 @@ process that started it has exited. Signals that stop the front do not stop it: 
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import functools
 import gc
 import importlib
 import logging
-import os
 import queue
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import TypeAlias
 
-import msgspec
 import zmq
 
+from jaxserve.checkpoint.fingerprint import FILES_HAVE_CHANGED
 from jaxserve.engine.core import BuiltEngine, EngineCore
 from jaxserve.engine.readers import Arrivals, EventSenders, HandledSubmits, Outgoing, SharedStep
 from jaxserve.errors import CheckpointError, JaxserveError
@@ -51,7 +46,7 @@ from jaxserve.ipc.messages import (
     StepStats,
     Submit,
 )
-from jaxserve.ipc.signals import leave_signals_to_the_front
+from jaxserve.ipc.parent import begin_child_process, start_thread
 from jaxserve.ipc.transport import EventSender, RequestReceiver
 from jaxserve.ipc.wire_ids import split
 
@@ -60,8 +55,6 @@ HEARTBEAT_S = 1.0
 
 LINGER_S = 4.0
 """Seconds that the last events may take to reach the front at exit."""
-
-PR_SET_PDEATHSIG = 1
 
 Inbox: TypeAlias = "queue.SimpleQueue[EngineRequest | BadSubmit]"
 Outbox: TypeAlias = "queue.SimpleQueue[Outgoing | None]"
@@ -149,11 +142,7 @@ class EngineLoop:
 
 def main() -> int:
     """Runs the engine described by the first line of the standard input; returns the exit code."""
-    leave_signals_to_the_front()
-    faulthandler.enable()
-    exit_with_parent()
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    _start_thread("parent", _exit_at_end_of_input)
+    launch = begin_child_process(Launch)
     _set_up_logging(launch)
     return serve(launch)
 
@@ -174,11 +163,11 @@ def serve(launch: Launch) -> int:
     outbox: Outbox = queue.SimpleQueue()
     connect = functools.partial(EventSender, context)
     senders = EventSenders(connect, launch.engine, launch.events_address)
-    output = _start_thread("output", _send_events, outbox, senders)
+    output = start_thread("output", _send_events, outbox, senders)
     core: EngineCore | None = None
     try:
         receiver = RequestReceiver(context, launch.requests_address)
-        _start_thread("input", _receive_requests, receiver, inbox, Arrivals(outbox.put))
+        start_thread("input", _receive_requests, receiver, inbox, Arrivals(outbox.put))
         built = load_factory(launch.factory)(launch.config, launch.engine, outbox.put)
         core = built.core
         _check_fingerprint(launch, built.ready)
@@ -201,9 +190,7 @@ def serve(launch: Launch) -> int:
 def _check_fingerprint(launch: Launch, ready: Ready) -> None:
     """Refuses other weights than those with which the requests in flight began."""
     if launch.fingerprint not in ("", ready.fingerprint):
-        raise CheckpointError(
-            "the files of the model have changed since the server started; restart the server"
-        )
+        raise CheckpointError(FILES_HAVE_CHANGED)
 
 
 def load_factory(name: str) -> Callable[..., BuiltEngine]:
@@ -229,22 +216,6 @@ def failure(engine: int, error: Exception, running_ids: tuple[str, ...]) -> Engi
     )
 
 
-def exit_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that started it ends (Linux only).
-
-    This works even if this process is stopped, or stuck in native code that holds the GIL. On other
-    systems, or if the parent died before this call, the end of the standard input ends the process.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _exit_at_end_of_input() -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os._exit(0)
-
-
 def _receive_requests(receiver: RequestReceiver, inbox: Inbox, arrivals: Arrivals) -> None:
     while (request := receiver.receive()) is not None:
         if arrivals.admit(request):
@@ -255,21 +226,6 @@ def _send_events(outbox: Outbox, senders: EventSenders) -> None:
     while (event := outbox.get()) is not None:
         senders.send(event)
     senders.close(linger_s=LINGER_S)
-
-
-def _start_thread(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
-    """Starts a daemon thread. If it fails, the process exits, since no engine works without it."""
-
-    def run() -> None:
-        try:
-            target(*args)
-        except Exception:
-            traceback.print_exc()
-            os._exit(FAILED_EXIT_CODE)
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread
 
 
 if __name__ == "__main__":

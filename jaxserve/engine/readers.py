@@ -73,7 +73,7 @@ class SharedStep:
 
 
 Outgoing: TypeAlias = EngineEvent | SharedStep | NewReader | RemoveReader | SubmitArrived | Receipt
-"""What the output thread receives."""
+"""The items that the output thread receives."""
 
 
 class Arrivals:

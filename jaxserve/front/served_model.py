@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve import __version__
-from jaxserve.checkpoint.locate import open_checkpoint, open_tokenizer
+from jaxserve.checkpoint.fingerprint import fingerprint
+from jaxserve.checkpoint.locate import find, open_checkpoint, open_tokenizer
 from jaxserve.config import ModelConfig
 from jaxserve.errors import ConfigError, UnknownModelError
 from jaxserve.front.generation_defaults import GenerationDefaults
@@ -25,6 +26,7 @@ from jaxserve.parsing.registry import (
     tool_parser,
 )
 from jaxserve.sampling_params import check_ids
+from jaxserve.text.model_files import unreadable
 from jaxserve.text.template_files import ChatTemplates
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -37,11 +39,13 @@ class ModelFiles:
       name: the short name of the checkpoint.
       tokenizer: the tokenizer of the checkpoint, or the one that replaces it.
       defaults: the sampling defaults of the checkpoint.
+      fingerprint: differs if the files do.
     """
 
     name: str
     tokenizer: Tokenizer
     defaults: GenerationDefaults
+    fingerprint: str = ""
 
     @classmethod
     def open(cls, config: ModelConfig) -> ModelFiles:
@@ -60,7 +64,14 @@ class ModelFiles:
             use_sampling=config.generation_config == "auto",
             overrides=_overrides(config.override_generation_config),
         )
-        return cls(checkpoint.name, tokenizer, defaults)
+        paths = [checkpoint.path]
+        if config.tokenizer is not None:
+            paths.append(find(config.tokenizer, only_tokenizer=True))
+        try:
+            digest = "-".join(map(fingerprint, paths))
+        except OSError as error:
+            raise unreadable(config.model, error) from error
+        return cls(checkpoint.name, tokenizer, defaults, digest)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """The messages between the main process and a front process, where a server has several fronts.
 
 The main process starts the engines and restarts them. It tells every front which engine processes
-there are; each front then talks to them itself, with `ipc.messages`.
+there are; each front then talks to them itself, with `ipc.messages`. `ipc.control_channel` carries
+these messages.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from jaxserve.ipc.messages import Ready, StepStats
+from jaxserve.ipc.messages import Decision, Ready, StepStats
+from jaxserve.program.stops import Haste
 
 
 class EngineUp(msgspec.Struct, tag="engine-up", array_like=True, frozen=True):
@@ -48,3 +50,72 @@ class EnginesGone(msgspec.Struct, tag="engines-gone", array_like=True, frozen=Tr
     """No engine is left, and none will be restarted. ``message`` is the reason."""
 
     message: str
+
+
+class Phase(msgspec.Struct, tag="phase", array_like=True, frozen=True):
+    """The name of the current phase of the start, for the replies of a server that starts."""
+
+    name: str
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
+    """The front refuses new requests, and ends when those in flight have ended."""
+
+    haste: Haste
+
+
+class AbortRequests(msgspec.Struct, tag="abort-requests", array_like=True, frozen=True):
+    """Aborts requests. A front sends it for the other fronts, and the main process passes it on.
+
+    Attributes:
+      call: the number of this message among those of its sender; the reply has the same.
+      request_id: the ID of the requests, as their client knows it; None: all requests.
+    """
+
+    call: int
+    request_id: str | None
+
+
+class Aborted(msgspec.Struct, tag="aborted", array_like=True, frozen=True):
+    """The reply to `AbortRequests`: how many completions were aborted."""
+
+    call: int
+    count: int
+
+
+class Alive(msgspec.Struct, tag="alive", array_like=True, frozen=True):
+    """The front takes connections. It sends this about every second."""
+
+
+class FrontUp(msgspec.Struct, tag="front-up", array_like=True, frozen=True):
+    """A front can serve requests. The facts about it are the same for all fronts.
+
+    Attributes:
+      name: the name of the model.
+      max_model_len: the most tokens of one request.
+      is_chat: whether the model has a chat template.
+      decisions: the settings that were resolved, with reasons.
+      fingerprint: the `ModelFiles.fingerprint` of the files that the front has read.
+    """
+
+    name: str
+    max_model_len: int
+    is_chat: bool
+    decisions: list[Decision]
+    fingerprint: str
+
+
+class FrontFailed(msgspec.Struct, tag="front-failed", array_like=True, frozen=True):
+    """The front cannot start, for a reason that a user can mend.
+
+    Attributes:
+      message: the reason.
+      error_type: class name of the exception.
+    """
+
+    message: str
+    error_type: str
+
+
+ToFront = EngineUp | EngineDown | EnginesGone | Phase | Stop | AbortRequests | Aborted
+FromFront = Alive | FrontUp | FrontFailed | AbortRequests | Aborted

@@ -16,7 +16,7 @@ FAILED_EXIT_CODE = 1
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The settings of an engine process: the first line of its standard input, as JSON.
+    """The settings of an engine process: the first line of its standard input.
 
     Attributes:
       engine: index of the engine among the replicas.

@@ -1,4 +1,4 @@
-"""The signals that a process of the server leaves to the front."""
+"""The signals that a process of the server leaves to the main process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ SIGNALS = (
 )
 
 
-def leave_signals_to_the_front() -> None:
-    """Ignores the signals that stop the front; call it on the main thread of a child process.
+def leave_signals_to_the_main_process() -> None:
+    """Ignores the signals that stop a server; call it on the main thread of a child process.
 
-    A terminal or a service manager sends them to every process, but the front decides when its
-    processes end, after draining.
+    A terminal or a service manager sends them to every process, but the main process decides when
+    the others end, after draining.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -66,4 +66,4 @@ async def until_stopped(
             await asyncio.wait({running})
         if not running.cancelled():
             running.result()
-        return signal.Signals(signals.stop.result()) if signals.stop.done() else None
+        return signal.Signals(signals.number) if signals.number else None

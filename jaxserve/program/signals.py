@@ -20,6 +20,8 @@ import ctypes
 import signal
 from collections.abc import Iterator
 
+from jaxserve.program.stops import Haste, Stops
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -35,7 +37,7 @@ def restored_signals() -> Iterator[None]:
             signal.signal(number, action)
 
 
-class StopSignals:
+class StopSignals(Stops):
     """Handles the signals of this process while its program runs in an event loop.
 
     Use it as a context manager, on the main thread. When it exits, the process is about to end:
@@ -46,17 +48,14 @@ class StopSignals:
         arrived, even if the event loop is blocked.
 
     Attributes:
-      stop: set to the number of the first signal that stops the server.
-      limited: set as soon as requests have the shutdown timeout to finish.
-      at_once: set as soon as requests have no time to finish.
+      number: the number of the first signal that stops the program; 0: none has come.
     """
 
     def __init__(self, *, interrupt_kills: bool = False) -> None:
+        super().__init__()
+        self.number = 0
         self._interrupt_kills = interrupt_kills
-        self._loop = loop = asyncio.get_running_loop()
-        self.stop: asyncio.Future[int] = loop.create_future()
-        self.limited: asyncio.Future[None] = loop.create_future()
-        self.at_once: asyncio.Future[None] = loop.create_future()
+        self._loop = asyncio.get_running_loop()
         # Not `loop.add_signal_handler`: a loop that closes restores the default actions.
         ignored_from_start = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         for number in STOPPING:
@@ -82,9 +81,10 @@ class StopSignals:
         self._loop.call_soon_threadsafe(self._handle, number)
 
     def _handle(self, number: int) -> None:
-        if number != signal.SIGQUIT and not self.limited.done():
-            self.limited.set_result(None)
-        if not self.stop.done():
-            self.stop.set_result(number)
-        elif number == signal.SIGINT and not self.at_once.done():
-            self.at_once.set_result(None)
+        if not self.number:
+            self.number = number
+            self.decide(Haste.UNLIMITED if number == signal.SIGQUIT else Haste.LIMITED)
+        elif number == signal.SIGINT:
+            self.decide(Haste.AT_ONCE)
+        elif number != signal.SIGQUIT:
+            self.decide(Haste.LIMITED)

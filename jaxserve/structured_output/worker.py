@@ -29,7 +29,7 @@ from typing import IO, NoReturn
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.ipc.signals import leave_signals_to_the_front
+from jaxserve.ipc.signals import leave_signals_to_the_main_process
 from jaxserve.sampling_params import Grammar
 from jaxserve.structured_output.grammar import check_grammar, name_of
 from jaxserve.structured_output.vocabulary import TokenSource, Vocabulary
@@ -244,7 +244,7 @@ def _read(stream: IO[bytes]) -> bytes | None:
 
 def main() -> None:
     """Checks the grammars that arrive on standard input and replies on standard output."""
-    leave_signals_to_the_front()
+    leave_signals_to_the_main_process()
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     data = _read(requests)
     if data is None:

@@ -36,6 +36,7 @@ def build(
 
 at_40 = functools.partial(build, steps_per_s=40)
 at_160 = functools.partial(build, steps_per_s=160)
+at_1000 = functools.partial(build, steps_per_s=1000)
 
 
 class EchoRunner:

@@ -31,6 +31,16 @@ FIRST_SPECIAL_ID = 260
 CONTENT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Renders a chat as the contents of its messages, so the prompt ends with the last one."""
 
+HISTORY_TEMPLATE = (
+    "{% if tools %}[tools {% for t in tools %}{{ t.function.name }} {% endfor %}]{% endif %}"
+    "{% for m in messages %}[{{ m.role }}:{{ m.content }}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{% if m.tool_calls is defined %}{% for c in m.tool_calls %}<{{ c.id }} {{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}>{% endfor %}"
+    "{% if not m.tool_calls %}empty{% endif %}{% endif %}]{% endfor %}{# <tool_call> #}"
+)
+"""Renders a chat as its tools, roles, contents, reasoning, and earlier calls with arguments."""
+
 Scripts = Mapping[str, Sequence[str | bytes]]
 
 

@@ -115,6 +115,7 @@ def _facts(state: ServerState, text_engine: TextEngine) -> dict[str, Any]:
         "num_blocks": ready.num_blocks,
         "max_num_seqs": ready.max_num_seqs,
         "max_num_batched_tokens": ready.max_num_batched_tokens,
+        "api_server_count": state.api_server_count,
         "decisions": [list(decision) for decision in ready.decisions],
         "config": None if state.config is None else asdict(state.config),
     }
@@ -132,11 +133,12 @@ async def abort(request: Request) -> JSONResponse:
     Raises:
       InvalidRequestError: the body has both ``request_id`` and ``abort_all``, or neither.
     """
-    text_engine = request.app.state.server.serving()
+    state: ServerState = request.app.state.server
+    state.serving()
     body = await read_json(request, AbortRequest)
     if (body.request_id is None) == (not body.abort_all):
         raise InvalidRequestError("send either request_id or abort_all", param="request_id")
-    return JSONResponse({"aborted": text_engine.abort(_without_prefix(body.request_id))})
+    return JSONResponse({"aborted": await state.abort(_without_prefix(body.request_id))})
 
 
 def _without_prefix(request_id: str | None) -> str | None:

@@ -20,6 +20,7 @@ checkpoint of its own. After each refusal, `ApiClient.refused` checks that a goo
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ import pytest
 from jaxserve.bench.server_process import ServerProcess
 from jaxserve.client.protocol import Engine
 from jaxserve.ipc.messages import RequestOutput, Submit
-from jaxserve.testing.api_client import ApiClient
+from jaxserve.testing.api_client import CHAT, ApiClient
 from jaxserve.testing.scripted_checkpoint import write_scripted
 from jaxserve.testing.tiny import tiny_config, write_checkpoint
 from jaxserve.testing.tiny_tokenizer import full_backend
 from jaxserve.testing.waiting import wait_until
+from jaxserve.text.template_files import ChatTemplates
 from server.testing import ServerThread, flags
 
 SETTINGS = {
@@ -54,6 +56,32 @@ class Server(ApiClient):
         self.thread = thread
         self.text_engine = thread.text_engine
         self.tokenizer = thread.text_engine.model.tokenizer
+
+    def shown(self, path: str, body: dict[str, Any]) -> str:
+        """Returns the prompt of a request that succeeds, as the model sees it."""
+        prompts: list[list[int]] = []
+        engine = self.text_engine.engine
+        generate = engine.generate
+
+        def keep(submit: Submit, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+            prompts.append(submit.prompt_token_ids)
+            return generate(submit, **options)
+
+        engine.generate = keep  # type: ignore[method-assign]
+        try:
+            reply = self.post(path, body)
+        finally:
+            del engine.generate
+        assert reply.status_code == 200, reply.text
+        return self.tokenizer.decode(prompts[0], skip_special_tokens=False)
+
+    def shown_chat(self, messages: list[dict[str, Any]], **more: Any) -> str:
+        """Returns the prompt of a chat."""
+        return self.shown(CHAT, {"messages": messages, "max_tokens": 1, **more})
+
+    def shown_input(self, items: list[dict[str, Any]], **more: Any) -> str:
+        """Returns the prompt of a response."""
+        return self.shown("/v1/responses", {"input": items, "max_output_tokens": 1, **more})
 
     def is_idle(self) -> bool:
         """Returns whether no request is in flight."""
@@ -165,3 +193,21 @@ def scripted_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..
         return folders[key]
 
     return scripted_checkpoint
+
+
+@pytest.fixture
+def set_templates(server: Server, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``set_templates(default, tool_use)`` replaces the chat templates of the module's ``server``.
+
+    Its model then writes tool calls in the format ``parser``.
+    """
+
+    def set_templates(default: str, tool_use: str | None = None, parser: str | None = "hermes"):
+        model = dataclasses.replace(
+            server.text_engine.model,
+            chat_templates=ChatTemplates(default, tool_use),
+            tool_call_parser=parser,
+        )
+        monkeypatch.setattr(server.text_engine, "model", model)
+
+    return set_templates

@@ -70,9 +70,16 @@ async def test_two_fronts_with_the_same_ids_get_their_own_tokens(start_main):
 async def test_each_front_observes_its_own_outputs_and_all_states(start_main):
     main = await start_main(SLOW)
     seen = {}
+    tokens = {}
     for reader, client in main.fronts.items():
-        seen[reader] = []
-        client.on_outputs = seen[reader].append
+        seen[reader], tokens[reader] = [], []
+
+        def observe(event, reader=reader):
+            seen[reader].append(event)
+            # Now, because the stream may add later tokens to the same output.
+            tokens[reader] += [token for output in event.outputs for token in output.token_ids]
+
+        client.on_outputs = observe
     params = {1: SamplingParams(max_tokens=20, seed=1), 2: SamplingParams(max_tokens=30, seed=2)}
     completions = await asyncio.gather(
         *(collect(main.fronts[reader], params=params[reader]) for reader in (1, 2))
@@ -81,7 +88,7 @@ async def test_each_front_observes_its_own_outputs_and_all_states(start_main):
     for reader, completion in zip((1, 2), completions, strict=True):
         outputs = [output for event in seen[reader] for output in event.outputs]
         assert {output.request_id for output in outputs} == {"a"}
-        assert [token for output in outputs for token in output.token_ids] == completion
+        assert tokens[reader] == completion
     # All fronts see the steps of both requests.
     steps = [{event.stats.total_steps for event in events} for events in seen.values()]
     assert set(range(2, 30)) <= steps[0] & steps[1]

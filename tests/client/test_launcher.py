@@ -1,10 +1,6 @@
 """The launch of an engine process: its environment, its exit code and its end."""
 
-import asyncio
-import os
-import signal
 import subprocess
-import sys
 import threading
 
 import msgspec
@@ -16,7 +12,6 @@ from jaxserve.client.launcher import EngineProcess
 from jaxserve.config import CompileConfig, EngineConfig, ModelConfig, ParallelConfig
 from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.ipc.launch import Launch
-from jaxserve.ipc.transport import SocketFolder
 
 
 def launch(
@@ -31,48 +26,33 @@ def launch(
     )
 
 
-def child_environment(launch, inherited, module_path, *, has_gpus=True):
-    return launcher.child_environment(launch, inherited, module_path, has_gpus=has_gpus)
-
-
-@pytest.fixture
-async def process():
-    folder = SocketFolder()
-    process = EngineProcess(launch(folder=folder.path))
-    yield process
-    await process.stop(timeout_s=0)
-    folder.remove()
-
-
-def test_the_child_has_the_module_path_of_the_front():
-    env = child_environment(launch(), {"PYTHONPATH": "/x", "HOME": "/h"}, ["", "/a", "/b"])
-    assert env["PYTHONPATH"].split(os.pathsep) == [os.getcwd(), "/a", "/b"]
-    assert env["HOME"] == "/h"
+def child_environment(launch, inherited, *, has_gpus=True):
+    return launcher.child_environment(launch, inherited, has_gpus=has_gpus)
 
 
 def test_variables_of_the_front_override_the_defaults():
-    assert child_environment(launch(), {}, [])["TF_CPP_MIN_LOG_LEVEL"] == "2"
+    assert child_environment(launch(), {})["TF_CPP_MIN_LOG_LEVEL"] == "2"
     inherited = {"TF_CPP_MIN_LOG_LEVEL": "0", "XLA_FLAGS": "--xla_one=9"}
-    env = child_environment(launch(), inherited, [])
+    env = child_environment(launch(), inherited)
     assert {name: env[name] for name in inherited} == inherited
 
 
 def test_sums_over_devices_are_captured_in_graphs_only_on_request():
     flag = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
-    assert "XLA_FLAGS" not in child_environment(launch(), {}, [])
+    assert "XLA_FLAGS" not in child_environment(launch(), {})
     config = EngineConfig(compile=CompileConfig(capture_collectives=True))
     asked = msgspec.structs.replace(launch(), config=config)
-    assert child_environment(asked, {}, [])["XLA_FLAGS"] == flag
+    assert child_environment(asked, {})["XLA_FLAGS"] == flag
     # XLA takes the last of equal flags.
-    env = child_environment(asked, {"XLA_FLAGS": "--xla_one=9"}, [])
+    env = child_environment(asked, {"XLA_FLAGS": "--xla_one=9"})
     assert env["XLA_FLAGS"] == f"{flag} --xla_one=9"
 
 
 def test_jax_gets_the_requested_memory_and_half_of_the_rest():
     new, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    assert child_environment(launch(), {}, [])[new] == "0.950"
-    assert child_environment(launch(), {new: "0.5"}, [])[new] == "0.5"
-    env = child_environment(launch(), {old: "0.5"}, [])
+    assert child_environment(launch(), {})[new] == "0.950"
+    assert child_environment(launch(), {new: "0.5"})[new] == "0.5"
+    env = child_environment(launch(), {old: "0.5"})
     assert (env[old], new in env) == ("0.5", False)
 
 
@@ -88,7 +68,7 @@ def test_jax_gets_the_requested_memory_and_half_of_the_rest():
 def test_each_of_several_engines_has_its_own_gpu(visible, expected):
     inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     launches = [launch(i, data_parallel_size=2) for i in range(2)]
-    environments = [child_environment(each, inherited, []) for each in launches]
+    environments = [child_environment(each, inherited) for each in launches]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == expected
 
 
@@ -104,15 +84,13 @@ def test_each_of_several_engines_has_its_own_gpu(visible, expected):
 def test_each_engine_sees_the_gpus_that_its_model_is_cut_across(num_engines, visible, expected):
     inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     sizes = {"data_parallel_size": num_engines, "tensor_parallel_size": 3}
-    environments = [
-        child_environment(launch(i, **sizes), inherited, []) for i in range(num_engines)
-    ]
+    environments = [child_environment(launch(i, **sizes), inherited) for i in range(num_engines)]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == expected
 
 
 def test_a_single_engine_on_one_device_sees_every_gpu():
-    assert "CUDA_VISIBLE_DEVICES" not in child_environment(launch(), {}, [])
-    env = child_environment(launch(), {"CUDA_VISIBLE_DEVICES": "3,5"}, [])
+    assert "CUDA_VISIBLE_DEVICES" not in child_environment(launch(), {})
+    env = child_environment(launch(), {"CUDA_VISIBLE_DEVICES": "3,5"})
     assert env["CUDA_VISIBLE_DEVICES"] == "3,5"
 
 
@@ -120,7 +98,7 @@ def test_too_few_gpus_are_an_error():
     sizes = {"data_parallel_size": 3, "tensor_parallel_size": 2}
     message = "--data-parallel-size 3 and --tensor-parallel-size 2 need 6 GPUs.* has 2: 0,1"
     with pytest.raises(ConfigError, match=message):
-        child_environment(launch(2, **sizes), {"CUDA_VISIBLE_DEVICES": "0,1"}, [])
+        child_environment(launch(2, **sizes), {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 @pytest.mark.parametrize("sizes", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}])
@@ -141,54 +119,20 @@ def test_devices_are_simulated_where_jax_uses_the_cpu(visible, has_gpus, platfor
     inherited = {"CUDA_VISIBLE_DEVICES": visible}
     if platforms is not None:
         inherited["JAX_PLATFORMS"] = platforms
-    env = child_environment(launch(0, **sizes), inherited, [], has_gpus=has_gpus)
+    env = child_environment(launch(0, **sizes), inherited, has_gpus=has_gpus)
     assert env["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_gpus_after_an_invalid_entry_do_not_count():
     """CUDA does not show them."""
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES has 1: 0,-1,1"):
-        child_environment(launch(tensor_parallel_size=2), {"CUDA_VISIBLE_DEVICES": "0,-1,1"}, [])
+        child_environment(launch(tensor_parallel_size=2), {"CUDA_VISIBLE_DEVICES": "0,-1,1"})
 
 
 def test_another_platform_than_the_cpu_needs_the_gpus():
     inherited = {"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cuda,cpu"}
     with pytest.raises(ConfigError, match="need 2 GPUs"):
-        child_environment(launch(tensor_parallel_size=2), inherited, [])
-
-
-async def test_wait_returns_the_exit_code(process):
-    assert process.is_running
-    os.kill(process.pid, signal.SIGKILL)
-    assert await asyncio.gather(process.wait(), process.wait()) == [-signal.SIGKILL] * 2
-    assert not process.is_running
-    assert await process.stop(timeout_s=0) == -signal.SIGKILL
-
-
-async def test_a_process_exits_when_its_stdin_closes(process):
-    process.close_stdin()
-    async with asyncio.timeout(60):
-        assert await process.wait() == 0
-
-
-async def test_stop_kills_a_process_that_cannot_exit(process, monkeypatch):
-    monkeypatch.setattr(launcher, "STDIN_CLOSED_TIMEOUT_S", 0.05)
-    os.kill(process.pid, signal.SIGSTOP)
-    assert await process.stop(timeout_s=0.05) == -signal.SIGKILL
-
-
-async def test_the_launch_of_a_child_that_dies_at_once_succeeds(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert await EngineProcess(launch()).wait() == 1
-
-
-async def test_cancelling_a_wait_does_not_affect_other_waits(process):
-    first, second = (asyncio.create_task(process.wait()) for _ in range(2))
-    await asyncio.sleep(0)
-    first.cancel()
-    process.close_stdin()
-    assert await second == 0
-    assert first.cancelled()
+        child_environment(launch(tensor_parallel_size=2), inherited)
 
 
 @pytest.mark.parametrize("missing", ["process", "thread"])

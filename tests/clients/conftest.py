@@ -11,7 +11,7 @@ from jaxserve.front.text_engine import TextEngine
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from server.app import create_app
 from server.listen import listen, url_of
-from server.run import http_server
+from server.serving import http_server
 from server.settings import ApiSettings, ServerSettings
 from server.state import ServerState
 

@@ -1,8 +1,10 @@
 """Streams of many kinds while engines are killed, stopped and made to raise; and without faults."""
 
 import psutil
+import pytest
 
-from jaxserve.bench.stress import Held, Job, stress
+from jaxserve.bench.held import Held
+from jaxserve.bench.stress import Job, stress
 
 
 def test_what_is_left_over_is_a_complaint() -> None:
@@ -13,11 +15,11 @@ def test_what_is_left_over_is_a_complaint() -> None:
     assert not Held(2**27, 30, 3).is_within(before)
 
 
-async def test_streams_survive_engines_that_die(tmp_path) -> None:
+@pytest.mark.parametrize("num_fronts", [1, 2])
+async def test_streams_survive_engines_that_die(tmp_path, num_fronts) -> None:
     """The long form: ``python -m jaxserve.bench.stress --faults --seconds 120 --streams 200``."""
-    tally = await stress(
-        tmp_path, Job(num_streams=40, seconds=20, num_requests=None, faults=True, seed=1)
-    )
+    job = Job(40, seconds=20, num_requests=None, faults=True, seed=1, num_fronts=num_fronts)
+    tally = await stress(tmp_path, job)
     assert not tally.complaints
     assert sum(tally.injuries.values()) > 0
     assert tally.outcomes["answered"] > 100

@@ -314,8 +314,8 @@ def test_the_table_of_limits_matches_the_code() -> None:
             server_http.UNREAD_TIMEOUT_S,
         ],
         "grammar or schema; choices": [sampling_params.MAX_GRAMMAR_CHARS, structured.MAX_CHOICES],
-        "schemas of arguments in the format `qwen3_coder` with a grammar, each with a copy of what it "
-        "refers to": [structural_tag.MAX_VALUE_CHARS],
+        "schemas of arguments in the format `qwen3_coder` with a grammar, each with a copy of "
+        "what it refers to": [structural_tag.MAX_VALUE_CHARS],
         "grammars that wait for their check; for one that takes over 0.1 s": [
             grammar_checks.LINE_SHARE,
             grammar_checks.LONG_LINE_SHARE,

@@ -43,6 +43,12 @@ def test_the_limit_is_at_least_that_of_one_body() -> None:
         ApiSettings(max_body_memory_mib=7)
 
 
+def test_fronts_divide_the_limit_but_each_can_take_one_body() -> None:
+    assert ApiSettings().share(1) == ApiSettings()
+    assert ApiSettings(max_body_memory_mib=128).share(4).max_body_memory_mib == 32
+    assert ApiSettings(max_body_memory_mib=128).share(100).max_body_memory_mib == 8
+
+
 async def test_bodies_beyond_the_limit_get_a_503_and_small_ones_are_served(
     make_client, check_error
 ) -> None:

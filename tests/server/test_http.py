@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import server.http
-from server.http import MAX_HEAD_BYTES, PIECE_BYTES, HttpProtocol, HttpServer
+from server.http import MAX_HEAD_BYTES, PIECE_BYTES, HttpProtocol
+from server.http_server import HttpServer
 
 
 @contextlib.asynccontextmanager

@@ -24,7 +24,7 @@ from jaxserve.testing.standstill import InterpreterWatch, Standstill, WatchedLoo
 from jaxserve.testing.tiny_tokenizer import CHAT_TEMPLATE
 from server.app import create_app
 from server.listen import is_local, listen
-from server.run import http_server, make_text_engine
+from server.serving import http_server, make_text_engine
 from server.settings import ApiSettings, ServerSettings
 from server.state import ServerState
 

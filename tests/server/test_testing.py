@@ -29,7 +29,11 @@ def test_a_server_thread_serves_until_closed(front_checkpoint) -> None:
 
 @pytest.mark.parametrize(
     ("more", "error"),
-    [({"model": "/nowhere"}, CheckpointError), ({"tool_call_parser": "nonsense"}, ConfigError)],
+    [
+        ({"model": "/nowhere"}, CheckpointError),
+        ({"tool_call_parser": "nonsense"}, ConfigError),
+        ({"api_server_count": 2}, ConfigError),
+    ],
 )
 def test_a_failed_start_leaves_no_thread_behind(front_checkpoint, more, error) -> None:
     before = threading.active_count()

@@ -31,7 +31,11 @@ SIGNATURES = {
     },
     RequestResponseCycle: {"send": ("self", "message"), "receive": ("self",)},
     FlowControl: {"drain": ("self",), "pause_reading": ("self",), "resume_reading": ("self",)},
-    uvicorn.Server: {"shutdown": ("self", "sockets"), "capture_signals": ("self",)},
+    uvicorn.Server: {
+        "startup": ("self", "sockets"),
+        "shutdown": ("self", "sockets"),
+        "capture_signals": ("self",),
+    },
 }
 
 PROTOCOL_ATTRIBUTES = {
@@ -66,7 +70,10 @@ def test_methods_have_the_expected_signatures(owner, name) -> None:
 async def test_connections_have_the_expected_attributes() -> None:
     config = uvicorn.Config(Response(), ws="none", lifespan="off", log_config=None)
     config.load()
-    state = uvicorn.Server(config).server_state
+    server = uvicorn.Server(config)
+    lifespan = config.lifespan_class(config)
+    assert hasattr(lifespan, "state"), changed("Server.lifespan.state")
+    state = server.server_state
     assert hasattr(state, "connections"), changed("ServerState.connections")
     assert hasattr(state, "default_headers"), changed("ServerState.default_headers")
     protocol = HttpToolsProtocol(config, state, {})

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.errors import ConfigError
 from jaxserve.testing.waiting import until
-from server.http import HttpServer
-from server.run import http_server
+from server.http_server import HttpServer
+from server.serving import http_server
 from server.settings import ServerSettings
 from server.sse import chunk_writer
 from server.write_watch import WriteWatch, probe_peer

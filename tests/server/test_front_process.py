@@ -1,0 +1,74 @@
+"""A front process as the main process sees it: a front that hangs is killed."""
+
+import asyncio
+import socket
+
+import psutil
+import pytest
+import zmq.asyncio
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.front.shared_counts import SharedCounts
+from jaxserve.ipc.control import Phase
+from jaxserve.ipc.control_channel import ControlAddresses
+from jaxserve.ipc.transport import SocketFolder
+from jaxserve.testing.waiting import until
+from server.front_process import FrontProcess, FrontSilence
+from server.launch import FrontLaunch
+from server.settings import ApiSettings, FrontSettings, ServerSettings
+
+
+@pytest.fixture
+async def front(front_checkpoint):
+    """A front that is never told of an engine, so it takes connections but serves nothing."""
+    config = EngineConfig(model=ModelConfig(model=str(front_checkpoint)))
+    server = ServerSettings(api_server_count=2)
+    counts, folder = SharedCounts.create(num_fronts=2, num_engines=1), SocketFolder()
+    launch = FrontLaunch(
+        index=0,
+        reader=1,
+        control=ControlAddresses.of(folder, 1),
+        counts_fd=counts.fileno(),
+        settings=FrontSettings(config, ApiSettings(), server, None, is_local=True, created=0),
+    )
+    with zmq.asyncio.Context() as context:
+        front = FrontProcess(launch, context, FrontSilence(), on_abort=lambda *_: None)
+        try:
+            front.send(Phase("compile"))
+            await until(lambda: front.takes_connections or front.ended.done())
+            yield front
+        finally:
+            await front.remove()
+    folder.remove()
+    counts.close()
+
+
+async def test_a_front_that_starts_answers_503_with_the_phase(front) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        connection, _ = listener.accept()
+    assert front.connections.send(connection)
+    reader, writer = await asyncio.open_connection(sock=client)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    reply = await reader.read()
+    writer.close()
+    assert reply.startswith(b"HTTP/1.1 503")
+    assert b"compile" in reply
+    assert not front.serves
+
+
+async def test_a_front_that_hangs_gets_no_connections_and_ends(front) -> None:
+    psutil.Process(front.process.pid).suspend()
+    front._silence = FrontSilence(suspect_s=0.0, dead_s=0.0)
+    assert not front.takes_connections
+    error = await front.ended
+    assert "hangs" in str(error)
+    assert await front.remove() == []
+    assert not front.process.is_running
+
+
+async def test_a_front_that_ends_says_how(front) -> None:
+    psutil.Process(front.process.pid).kill()
+    assert "was killed by SIGKILL" in str(await front.ended)
+    assert front.up.done()
+    assert not front.serves

@@ -58,7 +58,7 @@ class ChildProcess:
           pass_fds: the file descriptors that it inherits, besides the standard streams.
 
         Raises:
-          OSError: the system has no resources for the process or for a thread.
+          OSError: the system has no resources for a process or a thread.
         """
         self._name = name
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -74,11 +74,11 @@ class ChildProcess:
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        loop = self._exit_code.get_loop()
+        watch = threading.Thread(
+            target=self._wait, args=(self._exit_code.get_loop(),), name="child-exit", daemon=True
+        )
         try:
-            threading.Thread(
-                target=self._wait, args=(loop,), name="child-exit", daemon=True
-            ).start()
+            watch.start()
         except RuntimeError as error:  # no more threads
             self._process.kill()
             self._process.wait()

@@ -45,8 +45,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True, gc=Fals
       num_prior_tokens: > 0 resubmits a request after its engine died: that many of the last
         ``prompt_token_ids`` are output of the dead engine. They count as output for limits,
         penalties and random numbers.
-      num_crashes: how many times an engine died that may have been running the request. The engine
-        answers with `Received` if it is > 0.
+      num_crashes: deaths of engines that may have run it. If > 0, the answer is `Received`.
     """
 
     request_id: str
@@ -279,10 +278,7 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, frozen=True, gc=Fa
 
 
 class Received(msgspec.Struct, tag="received", array_like=True, frozen=True, gc=False):
-    """A request that was in a crash before has arrived. Sent before the engine handles it.
-
-    So a request that an engine has never seen does not count as the cause of its death.
-    """
+    """A request that was in a crash before has arrived. Sent before the engine handles it."""
 
     request_id: str
 
@@ -322,17 +318,13 @@ def encode(message: EngineRequest | EngineEvent) -> bytes:
 
 
 def decode_request(data: bytes) -> EngineRequest:
-    """Decodes a message from a reader.
+    """Decodes a valid `EngineRequest`.
 
-    Raises msgspec.DecodeError, msgspec.ValidationError or InvalidRequestError unless it is a valid
-    `EngineRequest`.
+    Raises msgspec.DecodeError, msgspec.ValidationError or InvalidRequestError.
     """
     return _request_decoder.decode(data)
 
 
 def decode_event(data: bytes) -> EngineEvent:
-    """Decodes a message from an engine.
-
-    Raises msgspec.DecodeError or msgspec.ValidationError unless it is an `EngineEvent`.
-    """
+    """Decodes an `EngineEvent`. Raises msgspec.DecodeError or msgspec.ValidationError."""
     return _event_decoder.decode(data)

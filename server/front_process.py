@@ -88,6 +88,7 @@ class FrontProcess:
           on_abort: called when the front wants requests of the other fronts aborted.
 
         Raises:
+          ConfigError: a control socket cannot be bound.
           OSError: the system has no resources for a process.
         """
         loop = asyncio.get_running_loop()

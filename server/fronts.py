@@ -115,12 +115,18 @@ class Fronts:
                 connection.close()
         for front in self._fronts:
             self._on_end(front)
-        self._context.term()
+        self._context.destroy(linger=0)
 
     def _new_front(self, index: int) -> FrontProcess:
+        """Starts a process. Raises JaxserveError if the system has no resources for it."""
         reader = next(self._readers)
         launch = msgspec.structs.replace(self._launch(index, reader), fingerprint=self._fingerprint)
-        front = FrontProcess(launch, self._context, self._silence, on_abort=self._pass_on)
+        try:
+            front = FrontProcess(launch, self._context, self._silence, on_abort=self._pass_on)
+        except OSError as error:
+            raise JaxserveError(
+                f"the process of front {index} cannot be started: {error}"
+            ) from error
         for message in self._on_begin(reader):
             front.send(message)
         return front
@@ -139,8 +145,8 @@ class Fronts:
                 return
             try:
                 self._fronts[index] = self._new_front(index)
-            except OSError as failure:
-                error, served_s = JaxserveError(str(failure)), 0.0
+            except JaxserveError as failure:
+                error, served_s = failure, 0.0
             else:
                 error, served_s = await self._until_end(self._fronts[index])
         if self._stopping.done():

@@ -135,7 +135,8 @@ class MainProcess:
         self._counts.close()
 
     def _launch(self, index: int, reader: int) -> FrontLaunch:
-        """Returns the settings of a new front process."""
+        """Returns the settings of a new front process. Raises ConfigError; see `SocketFolder`."""
+        self._supervisor.folder.renew()
         return FrontLaunch(
             index=index,
             reader=reader,

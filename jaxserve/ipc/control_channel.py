@@ -16,7 +16,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from jaxserve.errors import ConfigError
 from jaxserve.ipc.control import FromFront, ToFront
+from jaxserve.ipc.sockets import bound, connected
 from jaxserve.ipc.transport import SocketFolder, remove_socket
 
 Incoming = TypeVar("Incoming")
@@ -49,12 +51,13 @@ class ControlChannel(Generic[Incoming, Outgoing]):
     """One end of the channel. Make it with `of_main` or `of_front`."""
 
     def __init__(self, context: zmq.asyncio.Context, own: str, other: str, incoming: Any) -> None:
-        self._receiver = context.socket(zmq.PULL)
-        self._receiver.set_hwm(0)
-        self._receiver.bind(own)
-        self._sender = zmq.Socket(context, zmq.PUSH)  # a plain socket: sending never waits
-        self._sender.set_hwm(0)
-        self._sender.connect(other)
+        self._receiver = bound(lambda: context.socket(zmq.PULL), own)
+        try:
+            # A plain socket: sending never waits.
+            self._sender = connected(lambda: zmq.Socket(context, zmq.PUSH), other)
+        except ConfigError:
+            self._receiver.close(linger=0)
+            raise
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(incoming)
 
@@ -62,14 +65,14 @@ class ControlChannel(Generic[Incoming, Outgoing]):
     def of_main(
         context: zmq.asyncio.Context, addresses: ControlAddresses
     ) -> ControlChannel[FromFront, ToFront]:
-        """Returns the end of the main process."""
+        """Returns the end of the main process. Raises ConfigError; see `sockets.bound`."""
         return ControlChannel(context, addresses.to_main, addresses.to_front, FromFront)
 
     @staticmethod
     def of_front(
         context: zmq.asyncio.Context, addresses: ControlAddresses
     ) -> ControlChannel[ToFront, FromFront]:
-        """Returns the end of the front process."""
+        """Returns the end of the front process. Raises ConfigError; see `sockets.bound`."""
         return ControlChannel(context, addresses.to_front, addresses.to_main, ToFront)
 
     def send(self, message: Outgoing) -> None:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 
+from jaxserve.errors import ConfigError
 from jaxserve.ipc.control import AbortRequests, Alive, Phase, Stop
 from jaxserve.ipc.control_channel import ControlAddresses, ControlChannel
 from jaxserve.ipc.transport import SocketFolder
@@ -57,3 +58,11 @@ async def test_a_message_of_the_other_direction_is_refused(addresses, context) -
         await asyncio.wait_for(main.receive(), 60)
     front.close()
     main.close()
+
+
+async def test_a_channel_without_a_folder_is_an_error_and_leaves_no_socket(tmp_path) -> None:
+    gone = ControlAddresses(f"ipc://{tmp_path}/gone/a", f"ipc://{tmp_path}/gone/b")
+    context = zmq.asyncio.Context()
+    with pytest.raises(ConfigError, match="cannot have a socket in .*gone"):
+        ControlChannel.of_main(context, gone)
+    context.term()  # waits for ever if a socket is left

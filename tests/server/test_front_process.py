@@ -8,19 +8,21 @@ import pytest
 import zmq.asyncio
 
 from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.errors import JaxserveError
 from jaxserve.front.shared_counts import SharedCounts
 from jaxserve.ipc.control import Phase
 from jaxserve.ipc.control_channel import ControlAddresses
 from jaxserve.ipc.transport import SocketFolder
 from jaxserve.testing.waiting import until
+from server import front_process
 from server.front_process import FrontProcess, FrontSilence
+from server.fronts import Fronts
 from server.launch import FrontLaunch
 from server.settings import ApiSettings, FrontSettings, ServerSettings
 
 
 @pytest.fixture
-async def front(front_checkpoint):
-    """A front that is never told of an engine, so it takes connections but serves nothing."""
+def launch(front_checkpoint):
     config = EngineConfig(model=ModelConfig(model=str(front_checkpoint)))
     server = ServerSettings(api_server_count=2)
     counts, folder = SharedCounts.create(num_fronts=2, num_engines=1), SocketFolder()
@@ -31,6 +33,14 @@ async def front(front_checkpoint):
         counts_fd=counts.fileno(),
         settings=FrontSettings(config, ApiSettings(), server, None, is_local=True, created=0),
     )
+    yield launch
+    folder.remove()
+    counts.close()
+
+
+@pytest.fixture
+async def front(launch):
+    """A front that is never told of an engine, so it takes connections but serves nothing."""
     with zmq.asyncio.Context() as context:
         front = FrontProcess(launch, context, FrontSilence(), on_abort=lambda *_: None)
         try:
@@ -39,8 +49,6 @@ async def front(front_checkpoint):
             yield front
         finally:
             await front.remove()
-    folder.remove()
-    counts.close()
 
 
 async def health(front) -> bytes:
@@ -79,3 +87,21 @@ async def test_a_front_that_ends_says_how(front) -> None:
     assert "was killed by SIGKILL" in str(await front.ended)
     assert front.up.done()
     assert not front.serves
+
+
+async def test_a_process_that_the_system_refuses_fails_the_start(launch, monkeypatch) -> None:
+    def refuse(*_args, **_options):
+        raise OSError("no room")
+
+    monkeypatch.setattr(front_process, "ChildProcess", refuse)
+    fronts = Fronts(
+        2,
+        [],
+        launch=lambda index, reader: launch,
+        on_begin=lambda _: [],
+        on_end=lambda _: None,
+        max_restarts=5,
+    )
+    with pytest.raises(JaxserveError, match="process of front 0 cannot be started: no room"):
+        await fronts.start()
+    await fronts.close()

@@ -12,7 +12,7 @@ from jaxserve.front.admission import Permit
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.served_model import ServedModel
-from jaxserve.front.text_engine import MEASURED_SIZE, TextEngine
+from jaxserve.front.text_engine import INLINE_SIZE, MEASURED_SIZE, TextEngine
 from jaxserve.openai.chat_message import MessageBuilder, MessageForm
 from jaxserve.openai.job import Job, new_id
 from jaxserve.openai.limits import check_ids_in_flight, check_repeated_prompts
@@ -87,7 +87,8 @@ async def prepare_admitted(
             bad_words=bad_words,
             show_special_tokens=bool(use.definitions) or think_tags_are_special,
         ),
-        size=size,
+        # Joining a grammar with the formats of tools takes longer than the size of the body says.
+        size=size if grammar is None else max(size, INLINE_SIZE + 1),
     )
     # The template writes the special tokens itself, so none are added unless the request asks.
     prompts = await encode_prompts(

@@ -11,25 +11,27 @@ from jaxserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The finite numbers from ``low`` to ``high``.
+    """The numbers from ``low`` to ``high``.
 
     Attributes:
       text: the range in words, which follow "must be".
       low: the smallest number.
       high: the largest number.
       above_low: whether ``low`` itself is not in the range.
+      has_infinity: whether infinity is in the range.
     """
 
     text: str
     low: float
     high: float = math.inf
     above_low: bool = False
+    has_infinity: bool = False
 
     def __contains__(self, value: object) -> bool:
-        """Whether ``value`` is a number of the range; NaN and infinities are in none."""
+        """Whether ``value`` is a number of the range; NaN is in none."""
         if not isinstance(value, int | float) or (self.above_low and value == self.low):
             return False
-        return self.low <= value <= self.high and value != math.inf
+        return self.low <= value <= self.high and (self.has_infinity or value != math.inf)
 
 
 def at_least(low: float, why: str = "") -> Range:

@@ -18,7 +18,7 @@ from jaxserve.parsing.registry import (
     reasoning_parser,
     tool_parser,
 )
-from jaxserve.setting import POSITIVE, at_least, between, check_ranges, setting
+from jaxserve.setting import POSITIVE, Range, at_least, between, check_ranges, setting
 
 
 def _names(parsers: Mapping[str, str]) -> str:
@@ -148,7 +148,7 @@ class ServerSettings:
         5.0,
         "seconds that requests in flight may take to finish after SIGTERM, SIGHUP or SIGINT; a "
         "second SIGINT ends them at once, SIGQUIT gives them unlimited time",
-        range=at_least(0),
+        range=Range("at least 0", 0, has_infinity=True),
     )
     keep_running: bool = setting(
         False,

@@ -37,14 +37,18 @@ def test_a_range_has_its_ends_and_nothing_that_is_not_finite() -> None:
     assert [v for v in values if v in at_least(0)] == [0, 1e-300, 1, 3, 10**400]
     assert [v for v in values if v in between(0, 1)] == [0, 1e-300, 1]
     assert [v for v in values if v in Range("", 0, 1, above_low=True)] == [1e-300, 1]
+    with_infinity = Range("", 1, has_infinity=True)
+    assert [v for v in values if v in with_infinity] == [1, 3, 10**400, math.inf]
 
 
 @pytest.mark.parametrize(("group", "field"), numbers(), ids=lambda each: getattr(each, "name", ""))
 def test_every_number_has_a_range(group: type, field: dataclasses.Field) -> None:
     allowed = field.metadata["range"]
     flag = "--" + field.name.replace("_", "-")
-    wrong = [math.nan, -math.inf, math.inf, allowed.low - 1, allowed.high + 1]
-    for value in [*wrong, *[allowed.low] * allowed.above_low, "many"]:
+    wrong = [math.nan, -math.inf, allowed.low - 1, "many"]
+    wrong += [] if allowed.has_infinity else [math.inf, allowed.high + 1]
+    wrong += [allowed.low] if allowed.above_low else []
+    for value in wrong:
         message = (
             f"{flag} must be {allowed.text}{' and finite' * (value == math.inf)}, got {value!r}"
         )

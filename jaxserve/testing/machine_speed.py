@@ -19,6 +19,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+MAX_HOLD_S = 0.032
+"""The longest that a test lets a piece of work hold the interpreter, in seconds of the reference
+machine. The server promises 20 ms on a quiet machine; on a busy one, which shares caches and memory
+among its processes, a time varies by half even in relation to the fixed work."""
+
 RUNS = 3
 """The work is repeated, and the fastest run counts, as it meets the fewest interruptions."""
 

@@ -110,7 +110,9 @@ async def test_a_slow_reader_gets_the_rest_at_once(start):
     assert len(got) == 2
     tokens = got[0].token_ids + got[1].token_ids
     assert tokens == expect(client, (1, 2, 3), params)
-    assert [entry.token_ids for entry in got[0].logprobs + got[1].logprobs] == [[t] for t in tokens]
+    assert [entry.token_ids for entry in got[0].logprobs + got[1].logprobs] == [
+        (t,) for t in tokens
+    ]
     assert [output.finish_reason for output in got] == [None, FinishReason.LENGTH]
 
 

@@ -29,12 +29,10 @@ from jaxserve.openai.json_structure import (
 )
 from jaxserve.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.openai.responses_protocol import ResponsesRequest
-from jaxserve.testing.machine_speed import DECODING
+from jaxserve.testing.machine_speed import DECODING, MAX_HOLD_S
 from server.settings import ApiSettings
 
 API = ApiSettings()
-MAX_CALL_S = 0.02
-"""The longest that a call may hold the interpreter, on the reference machine."""
 
 
 def reference(text: bytes) -> int:
@@ -163,7 +161,7 @@ def shortest_time(call: Callable[[], object]) -> float:
     Each try is divided by the slowness of the machine at that moment.
     """
     times = []
-    for _ in range(5):
+    for _ in range(9):
         with DECODING.measuring() as slowness:
             start = time.thread_time()
             call()
@@ -188,7 +186,7 @@ def test_the_largest_bodies_are_decoded_in_a_short_time(case, text) -> None:
 
     seconds = shortest_time(call)
     print(f"DECODED {seconds * 1e3:.1f} ms", file=sys.stderr)
-    assert seconds < MAX_CALL_S
+    assert seconds < MAX_HOLD_S
 
 
 @pytest.mark.parametrize("tail", [b"", b'"', b"\\ud83d", b"\\ud83"])
@@ -201,7 +199,7 @@ def test_errors_of_large_bodies_are_found_in_a_short_time(tail) -> None:
             with pytest.raises(InvalidRequestError, match=reason):
                 decode(body, CompletionRequest)
 
-        assert shortest_time(call) < MAX_CALL_S
+        assert shortest_time(call) < MAX_HOLD_S
 
 
 def test_legitimate_large_bodies_are_within_the_limit() -> None:

@@ -189,7 +189,9 @@ def test_prompt_logprobs_equal_the_reference(tiny_model, generate, variant):
             best = np.argsort(-logits)[: params.prompt_logprobs].tolist()
             assert entry.token_ids == (prompt[i], *best)
             atol = tiny_model.tolerance(i, of="logits")
-            np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], rtol=0, atol=atol)
+            np.testing.assert_allclose(
+                entry.logprobs, expected[list(entry.token_ids)], rtol=0, atol=atol
+            )
             assert entry.rank == 1 + (logits > logits[prompt[i]]).sum()
             if prompt[i] in best:
                 assert entry.logprobs[0] == entry.logprobs[1 + best.index(prompt[i])]
@@ -249,7 +251,9 @@ def test_logprobs_equal_the_reference(tiny_model, generate, depth):
         expected = logits - np.log(np.exp(logits).sum())
         assert entry.token_ids == (*output.token_ids, *np.argsort(-logits)[:3].tolist())
         atol = tiny_model.tolerance(len(tokens), of="logits")
-        np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], rtol=0, atol=atol)
+        np.testing.assert_allclose(
+            entry.logprobs, expected[list(entry.token_ids)], rtol=0, atol=atol
+        )
         assert entry.rank == 1 + (logits > logits[entry.token_ids[0]]).sum()
         tokens += output.token_ids
 

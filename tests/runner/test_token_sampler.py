@@ -189,7 +189,7 @@ def test_all_parameters_together_equal_numpy(sampler, seed, count):
         np.testing.assert_allclose(entry.logprobs, numbers[ids], rtol=0, atol=atol)
         # Tokens left out are not more likely. Among removed tokens the lowest IDs come first.
         assert len(set(ids[1:])) == len(ids) - 1 == params.logprobs
-        assert entry.logprobs[1:] == sorted(entry.logprobs[1:], reverse=True)
+        assert list(entry.logprobs[1:]) == sorted(entry.logprobs[1:], reverse=True)
         others = np.delete(numbers, ids[1:])
         if params.logprobs:
             assert numbers[ids[-1]] >= others.max() - atol

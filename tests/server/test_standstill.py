@@ -1,8 +1,8 @@
-"""No request stops the server for more than 20 ms, whatever its endpoint and its size.
+"""No request stops the server for long, whatever its endpoint and its size.
 
 The bodies are the largest that each field allows. A real client process is not needed: the event
 loop runs in a thread of its own, and its time is measured in processor time, in seconds of the
-reference machine (`jaxserve.testing.machine_speed`): 20 ms of a machine that does nothing else.
+reference machine; see `jaxserve.testing.machine_speed`.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from jaxserve.config import (
     SchedulerConfig,
 )
 from jaxserve.front.served_model import ModelFiles
-from jaxserve.testing.machine_speed import PYTHON
+from jaxserve.testing.machine_speed import MAX_HOLD_S, PYTHON
 from jaxserve.testing.standstill import InterpreterWatch, Standstill, WatchedLoop
 from jaxserve.testing.tiny_tokenizer import CHAT_TEMPLATE
 from server.app import create_app
@@ -34,7 +34,6 @@ from server.serving import http_server, make_text_engine
 from server.settings import ApiSettings, ServerSettings
 from server.state import ServerState
 
-LIMIT_S = 0.020
 MIB = 1 << 20
 BODY = 8 * MIB - 4096
 CONTEXT = 8192
@@ -254,13 +253,13 @@ def test_no_request_stops_the_server(server, interpreter, name) -> None:
     value = make()
     body = None if value is None else json.dumps(value, separators=(",", ":")).encode()
     found = []
-    for _ in range(6):
+    for _ in range(8):
         with PYTHON.measuring() as slowness:
             status, standstill = longest_standstill(server, interpreter, method, path, body)
         assert status in (200, 400, 413), (status, name)
         found.append((standstill.seconds / slowness.value, standstill.cause))
-        if found[-1][0] <= LIMIT_S:
+        if found[-1][0] <= MAX_HOLD_S:
             break
     seconds, cause = min(found)
     print(f"STANDSTILL {name}: {status} {seconds * 1e3:.1f} ms", file=sys.stderr)
-    assert seconds <= LIMIT_S, f"{seconds * 1e3:.1f} ms: {cause}"
+    assert seconds <= MAX_HOLD_S, f"{seconds * 1e3:.1f} ms: {cause}"

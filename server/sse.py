@@ -106,6 +106,7 @@ class LargeReply(Response):
         self._pieces.reverse()
         while self._pieces:
             await _send_message(send, self._pieces.pop())
+            await asyncio.sleep(0)  # sending does not wait for a client that reads fast enough
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -9,7 +9,8 @@ import zmq.asyncio
 
 from jaxserve.client.death import Death
 from jaxserve.client.engines import Callbacks
-from jaxserve.client.replica import Link, Observers, Replica
+from jaxserve.client.link import Link
+from jaxserve.client.replica import Observers, Replica
 from jaxserve.client.totals import latest
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, EngineDeadError, JaxserveError

@@ -12,7 +12,8 @@ import zmq.asyncio
 
 from jaxserve.client.death import Death, exited
 from jaxserve.client.launcher import EngineProcess
-from jaxserve.client.replica import Link, Observers, Replica
+from jaxserve.client.link import Link
+from jaxserve.client.replica import Observers, Replica
 from jaxserve.errors import EngineDeadError, JaxserveError
 from jaxserve.ipc.launch import FAILED_EXIT_CODE, Launch
 from jaxserve.ipc.messages import Shutdown, StepStats

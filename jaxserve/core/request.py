@@ -220,10 +220,10 @@ class Request:
         else:
             self.pooled = [a + b for a, b in zip(self.pooled, vector, strict=True)]
 
-    def embedding(self) -> list[float]:
+    def embedding(self) -> tuple[float, ...]:
         """Returns the requested vector. The whole prompt must have been computed."""
         count = self.num_prompt_tokens if self.params.pooling == "mean" else 1
-        return [value / count for value in self.pooled]
+        return tuple(value / count for value in self.pooled)
 
 
 def _can_speculate(params: SamplingParams, constraint: Constraint | None) -> bool:

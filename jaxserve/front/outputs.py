@@ -54,7 +54,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     events: list[Event] | None = None
     num_reasoning_tokens: int = 0
-    embedding: list[float] | None = None
+    embedding: tuple[float, ...] | None = None
     record: RequestRecord | None = None
 
 

@@ -203,7 +203,7 @@ class RequestOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_cached_tokens: int = 0
     scheduled_s: float = 0.0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    embedding: list[float] | None = None
+    embedding: tuple[float, ...] | None = None
     error: str | None = None
     is_user_error: bool = False
 

@@ -185,7 +185,7 @@ def _add(delta: Delta, output: LLMOutput, tokenizer: Tokenizer) -> None:
         completion.logprobs += [_by_id(entry, tokenizer) for entry in delta.logprobs]
     completion.finish_reason = delta.finish_reason
     completion.stop_reason = delta.stop_reason
-    completion.embedding = delta.embedding
+    completion.embedding = None if delta.embedding is None else list(delta.embedding)
     if delta.index != 0:
         return
     output.num_cached_tokens = delta.num_cached_tokens

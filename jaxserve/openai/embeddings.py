@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import struct
@@ -146,8 +147,9 @@ async def complete(job: EmbeddingJob) -> EmbeddingsReply:
         async for delta in deltas:
             if delta.embedding is None:
                 raise RequestFailedError("the request was aborted")
-            vector = _unit(delta.embedding) if job.normalize else delta.embedding
+            vector = _unit(delta.embedding) if job.normalize else list(delta.embedding)
             vectors[delta.index] = _as_base64(vector) if job.as_base64 else as_json(vector)
+            await asyncio.sleep(0)  # other tasks run, even if all vectors have already arrived
     return EmbeddingsReply(
         data=[Embedding(i, vectors[i]) for i in range(job.num_prompts)],
         model=job.model,

@@ -18,7 +18,7 @@ OUTPUT = st.builds(
     finish_reason=st.none() | st.sampled_from(m.FinishReason).map(int),
     logprobs=st.none() | st.lists(LOGPROBS, max_size=3),
     prompt_logprobs=st.none() | st.lists(st.none() | LOGPROBS, max_size=3),
-    embedding=st.none() | st.lists(FINITE, max_size=9),
+    embedding=st.none() | st.lists(FINITE, max_size=9).map(tuple),
 )
 STATS = st.builds(m.StepStats, num_running=st.integers(0, 1000), kv_usage=st.floats(0, 1))
 COUNT = st.integers(0, 10**6)

@@ -117,7 +117,11 @@ class ScriptedEngine:
                 at_end.close()
                 vector = embedding_of(request.prompt_token_ids, params.pooling)
                 yield RequestOutput(
-                    request_id, [], FinishReason.STOP, scheduled_s=scheduled_s, embedding=vector
+                    request_id,
+                    [],
+                    FinishReason.STOP,
+                    scheduled_s=scheduled_s,
+                    embedding=tuple(vector),
                 )
                 return
             for start in range(0, len(tokens), self._tokens_per_output):

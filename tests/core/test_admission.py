@@ -121,7 +121,7 @@ class TestAdmission:
                 plans[-1], StepResult([[OTHER]] * len(plans[-1].sampling), pooled=pooled)
             )
         assert [shape(plan) for plan in plans] == [[("a", 0, 64, False)], [("a", 64, 36, True)]]
-        assert [output.embedding for output in outputs] == [[1.0]]
+        assert [output.embedding for output in outputs] == [(1.0,)]
 
     def test_tokens_from_a_dead_engine_are_recomputed_as_output(self):
         scheduler = make_scheduler()

@@ -90,8 +90,9 @@ def test_a_family_that_the_machine_does_not_have_is_skipped(monkeypatch, code) -
 
 @needs_ipv6
 def test_a_port_that_one_family_has_taken_is_not_half_used() -> None:
-    with listening("::1") as [other]:
-        port = other.getsockname()[1]
+    with listening("localhost") as [ipv4, ipv6]:
+        port = ipv6.getsockname()[1]
+        ipv4.close()  # so it was free for this family
         with pytest.raises(ConfigError, match=rf"::1 port {port}: Address already in use"):
             listen("localhost", port)
         assert not accepts("127.0.0.1", port)

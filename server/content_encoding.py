@@ -8,6 +8,8 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
+from server.body_memory import CLOSE
+
 PIECE_BYTES = 64 * 1024
 """Largest size of a piece of a decoded body, in bytes."""
 
@@ -71,7 +73,7 @@ class Compressed:
 
     def _invalid(self, reason: str) -> HTTPException:
         message = f"the body is not valid {self._name}: {reason}"
-        return HTTPException(400, message, {"Connection": "close"})
+        return HTTPException(400, message, CLOSE)
 
 
 def _is_zlib(data: bytes) -> bool:
@@ -93,5 +95,5 @@ def decoder_of(content_encoding: str) -> Plain | Compressed:
         415,
         f"the Content-Encoding {content_encoding!r:.100} is not supported; "
         f"send the body as it is, or with one of {', '.join(SUPPORTED)}",
-        {"Accept-Encoding": ", ".join(SUPPORTED), "Connection": "close"},
+        {"Accept-Encoding": ", ".join(SUPPORTED), **CLOSE},
     )

@@ -166,7 +166,7 @@ class Replica:
             self.send(Abort(request_ids))
 
     def send(self, request: EngineRequest) -> None:
-        """Sends a request that is not a `Submit`, unless the engine is dead or starting."""
+        """Sends an `Abort` or the like. Has no effect if the engine is dead or starting."""
         if self._sender is not None:
             self._sender.send(request)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from jaxserve.errors import EngineDeadError
 from jaxserve.front.metrics import RequestRecord
 from jaxserve.front.outputs import Delta
+from jaxserve.front.vectors import unit
 from jaxserve.ipc.messages import TokenLogprobs
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -132,8 +132,7 @@ class EmbeddingRequestOutput:
         """Returns the vector of a pooling request, scaled to length 1 if ``normalize``."""
         vector = output.outputs[0].embedding
         if vector is not None and normalize:
-            length = math.hypot(*vector) or 1.0
-            vector = [value / length for value in vector]
+            vector = unit(vector)
         return cls(
             output.prompt,
             output.prompt_token_ids,

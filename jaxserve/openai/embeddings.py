@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import math
 import struct
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -18,6 +17,7 @@ from jaxserve.front.admission import Permit
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
 from jaxserve.front.text_engine import MEASURED_SIZE, TextEngine
+from jaxserve.front.vectors import unit
 from jaxserve.openai.encoding import as_json
 from jaxserve.openai.params import check_prompt_fields
 from jaxserve.openai.prompt_list import completion_prompts, num_prompts
@@ -147,7 +147,7 @@ async def complete(job: EmbeddingJob) -> EmbeddingsReply:
         async for delta in deltas:
             if delta.embedding is None:
                 raise RequestFailedError("the request was aborted")
-            vector = _unit(delta.embedding) if job.normalize else list(delta.embedding)
+            vector = unit(delta.embedding) if job.normalize else list(delta.embedding)
             vectors[delta.index] = _as_base64(vector) if job.as_base64 else as_json(vector)
             await asyncio.sleep(0)  # other tasks run, even if all vectors have already arrived
     return EmbeddingsReply(
@@ -155,12 +155,6 @@ async def complete(job: EmbeddingJob) -> EmbeddingsReply:
         model=job.model,
         usage=EmbeddingUsage(job.num_prompt_tokens, job.num_prompt_tokens),
     )
-
-
-def _unit(vector: Sequence[float]) -> list[float]:
-    """Returns the vector scaled to length 1; zeros stay zeros."""
-    length = math.hypot(*vector) or 1.0
-    return [value / length for value in vector]
 
 
 def _as_base64(vector: Sequence[float]) -> str:

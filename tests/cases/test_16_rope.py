@@ -10,7 +10,7 @@ from jaxserve.testing.tolerance import assert_close
 
 
 def test_js_223_dynamic_scaling_rotates_each_token_by_its_own_length(serve, tmp_path, rng) -> None:
-    """Up to the original length that is no scaling; beyond it, as if tokens came one by one."""
+    """Prompts up to the original length are not scaled. Longer ones equal token by token steps."""
     length, factor, theta = 32, 2.0, 10000.0
     scaling = {"rope_type": "dynamic", "factor": factor}
     config = tiny_config(max_position_embeddings=length, rope_scaling=scaling)

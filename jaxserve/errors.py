@@ -51,6 +51,10 @@ class RequestFailedError(JaxserveError):
     """The engine failed on a request that it had accepted."""
 
 
+class RequestAbortedError(JaxserveError):
+    """A request without partial results, such as one for vectors, was aborted on the server."""
+
+
 class EngineDeadError(JaxserveError):
     """The engine process of a request has exited."""
 

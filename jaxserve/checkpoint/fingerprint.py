@@ -18,15 +18,17 @@ def fingerprint(path: Path) -> str:
     """Returns a digest of the names, sizes and times of the files of a model.
 
     Args:
-      path: the folder or the file of the model.
-
-    Raises:
-      OSError: the files cannot be looked at.
+      path: the folder or the file of the model, which has been read before.
     """
     paths = sorted(path.iterdir()) if path.is_dir() else [path]
-    facts = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-        for file in paths
-        if file.suffix in SUFFIXES
-    ]
+    facts = [(file.name, *_size_and_time(file)) for file in paths if file.suffix in SUFFIXES]
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def _size_and_time(file: Path) -> tuple[int, ...]:
+    """Returns the size and the time of the last change; nothing for a link that leads nowhere."""
+    try:
+        stat = file.stat()
+    except FileNotFoundError:
+        return ()
+    return stat.st_size, stat.st_mtime_ns

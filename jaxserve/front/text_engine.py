@@ -194,9 +194,10 @@ class TextEngine:
           InvalidRequestError: the request can never be served by this server.
           QueueFullError: too many completions are in flight now.
         """
-        permit = self._permit(len(request.prompts), request.params.n, request.prompt_field)
-        tasks = resolve(request, self.model, arrival_s=time.monotonic())
-        return self._run(tasks, request.request_id, permit)
+        num_prompts, n = len(request.prompts), request.params.n
+        with self.admit(num_prompts, n, param=request.prompt_field) as permit:
+            tasks = resolve(request, self.model, arrival_s=time.monotonic())
+            return self._run(tasks, request.request_id, permit)
 
     async def start(self, request: GenerateRequest, permit: Permit) -> AsyncGenerator[Delta, None]:
         """Does the same as `generate` for a request that has been admitted.

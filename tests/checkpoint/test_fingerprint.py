@@ -29,3 +29,13 @@ def test_a_model_may_be_one_file(tmp_path):
     assert fingerprint(model) == before
     model.write_bytes(b"GGUF 2")
     assert fingerprint(model) != before
+
+
+def test_a_link_that_leads_nowhere_is_part_of_it(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    before = fingerprint(tmp_path)
+    (tmp_path / "readme.txt").symlink_to(tmp_path / "missing")
+    linked = fingerprint(tmp_path)
+    assert linked != before
+    (tmp_path / "missing").write_text("a line")
+    assert fingerprint(tmp_path) not in (before, linked)

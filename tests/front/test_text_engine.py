@@ -192,6 +192,7 @@ async def test_rejects_invalid_requests_before_they_reach_the_engine(
     assert caught.value.param == param
     assert words in str(caught.value)
     assert text_engine.engine.submitted == []
+    assert text_engine.num_in_flight == 0
     assert (await complete(text_engine))[0] == "hello"
 
 

@@ -13,13 +13,14 @@ from jaxserve.errors import (
     ContextLengthError,
     InvalidRequestError,
     QueueFullError,
-    RequestFailedError,
+    RequestAbortedError,
     UnknownModelError,
 )
 from jaxserve.front.text_engine import TextEngine
 from jaxserve.openai import embeddings
 from jaxserve.openai.decoding import decode
 from jaxserve.openai.embeddings import EmbeddingRequest
+from jaxserve.openai.errors import error_reply
 from jaxserve.testing.scripted_engine import embedding_of
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.waiting import until
@@ -177,7 +178,7 @@ async def test_aborted_prompts_are_not_counted_as_computed(text_engine) -> None:
     task = asyncio.create_task(embed(text_engine, IDS))
     await until(lambda: text_engine.engine.submitted)
     text_engine.abort(None)
-    with pytest.raises(RequestFailedError):
+    with pytest.raises(RequestAbortedError):
         await task
     assert text_engine.metrics.prompt_tokens == 0
     assert dict(text_engine.metrics.finished) == {"abort": 1}
@@ -189,8 +190,9 @@ async def test_an_aborted_request_raises_an_error(text_engine) -> None:
     task = asyncio.create_task(embed(text_engine, [IDS, IDS]))
     await until(lambda: len(text_engine.engine.submitted) == 2)
     assert text_engine.abort(None) == 2
-    with pytest.raises(RequestFailedError, match="aborted"):
+    with pytest.raises(RequestAbortedError, match="aborted") as error:
         await task
+    assert error_reply(error.value).status == 503
     assert text_engine.num_in_flight == 0
 
 

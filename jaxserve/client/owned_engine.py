@@ -17,7 +17,7 @@ from jaxserve.client.replica import Observers, Replica
 from jaxserve.errors import EngineDeadError, JaxserveError
 from jaxserve.ipc.launch import FAILED_EXIT_CODE, Launch
 from jaxserve.ipc.messages import Shutdown, StepStats
-from jaxserve.ipc.transport import remove_socket
+from jaxserve.ipc.socket_folder import remove_socket
 
 logger = logging.getLogger(__name__)
 

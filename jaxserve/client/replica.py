@@ -33,7 +33,8 @@ from jaxserve.ipc.messages import (
     StepOutputs,
     StepStats,
 )
-from jaxserve.ipc.transport import EventReceiver, RequestSender, remove_socket
+from jaxserve.ipc.socket_folder import remove_socket
+from jaxserve.ipc.transport import EventReceiver, RequestSender
 
 logger = logging.getLogger(__name__)
 

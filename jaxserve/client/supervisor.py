@@ -20,7 +20,7 @@ from jaxserve.errors import EngineDeadError, JaxserveError
 from jaxserve.ipc.control import EngineDown, EnginesGone, EngineUp
 from jaxserve.ipc.launch import Launch
 from jaxserve.ipc.messages import Progress, Ready, RemoveReader, StepOutputs, StepStats
-from jaxserve.ipc.transport import SocketFolder, remove_socket
+from jaxserve.ipc.socket_folder import SocketFolder, remove_socket
 
 logger = logging.getLogger(__name__)
 

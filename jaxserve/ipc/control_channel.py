@@ -18,8 +18,8 @@ import zmq.asyncio
 
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.control import FromFront, ToFront
+from jaxserve.ipc.socket_folder import SocketFolder, remove_socket
 from jaxserve.ipc.sockets import bound, connected
-from jaxserve.ipc.transport import SocketFolder, remove_socket
 
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing")

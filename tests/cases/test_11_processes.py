@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jaxserve.ipc.transport import MAX_SOCKET_PATH, SocketFolder
+from jaxserve.ipc.socket_folder import MAX_SOCKET_PATH, SocketFolder
 from jaxserve.testing.api_client import COMPLETIONS
 from jaxserve.testing.server_program import FAKE, ROOT, TIMEOUT_S
 from jaxserve.testing.server_program import assert_gone as assert_ended

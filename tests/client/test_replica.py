@@ -23,7 +23,8 @@ from jaxserve.ipc.messages import (
     StepStats,
     Submit,
 )
-from jaxserve.ipc.transport import EventSender, RequestReceiver, SocketFolder
+from jaxserve.ipc.socket_folder import SocketFolder
+from jaxserve.ipc.transport import EventSender, RequestReceiver
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.testing.engine_calls import ENDLESS, generate, is_healthy
 from jaxserve.testing.scripted_engine import READY

@@ -9,7 +9,7 @@ import zmq.asyncio
 from jaxserve.errors import ConfigError
 from jaxserve.ipc.control import AbortRequests, Alive, Phase, Stop
 from jaxserve.ipc.control_channel import ControlAddresses, ControlChannel
-from jaxserve.ipc.transport import SocketFolder
+from jaxserve.ipc.socket_folder import SocketFolder
 from jaxserve.program.stops import Haste
 
 

@@ -1,8 +1,6 @@
 """LLM: a model in the process of its caller, with a fake engine whose tokens are arithmetic."""
 
 import dataclasses
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.errors import (
     CheckpointError,
     ConfigError,
@@ -20,8 +17,7 @@ from jaxserve.errors import (
     EngineDeadError,
     InvalidRequestError,
 )
-from jaxserve.llm import LLM, settings
-from jaxserve.llm.settings import ask_for_memory, engine_config
+from jaxserve.llm import LLM
 from jaxserve.sampling_params import Grammar, SamplingParams
 from jaxserve.testing import fake_engine
 from jaxserve.testing.fake_model import FakeModel, expected_tokens
@@ -360,19 +356,6 @@ def all_ended(threads: set[threading.Thread]) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-def test_engine_config_assigns_settings_to_groups() -> None:
-    config = engine_config({"model": "m", "num_blocks": 9, "policy": "priority", "warmup": False})
-    assert config.model.model == "m"
-    assert config.cache.num_blocks == 9
-    assert config.scheduler.policy == "priority"
-    assert not config.compile.warmup
-
-
-def test_rejects_an_unknown_setting() -> None:
-    with pytest.raises(ConfigError, match="unknown setting max_model_length.*max_model_len"):
-        engine_config({"max_model_length": 5})
-
-
 def test_rejects_bad_models_and_settings(front_checkpoint: Path) -> None:
     before = set(threading.enumerate())
     with pytest.raises(CheckpointError):
@@ -383,43 +366,3 @@ def test_rejects_bad_models_and_settings(front_checkpoint: Path) -> None:
         make(front_checkpoint, policy="fastest")
     new = {thread for thread in threading.enumerate() if thread.name in ("llm", "engine")} - before
     assert not any(thread.is_alive() for thread in new)
-
-
-MEMORY = "XLA_CLIENT_MEM_FRACTION"
-
-
-def test_sets_the_share_of_gpu_memory_for_jax(front_checkpoint: Path, monkeypatch) -> None:
-    monkeypatch.setenv(MEMORY, "")
-    monkeypatch.delenv(MEMORY)
-    make(front_checkpoint, memory_fraction=0.6).close()
-    assert os.environ[MEMORY] == "0.800"
-
-
-def test_sets_the_flag_that_captures_sums_over_devices(front_checkpoint: Path, monkeypatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_one=9")
-    make(front_checkpoint).close()
-    assert os.environ["XLA_FLAGS"] == "--xla_one=9"
-    make(front_checkpoint, capture_collectives=True).close()
-    assert os.environ["XLA_FLAGS"] == "--xla_gpu_enable_command_buffer=+COLLECTIVES --xla_one=9"
-
-
-@pytest.mark.parametrize(
-    ("environment", "has_gpu", "has_jax", "warns"),
-    [
-        ({}, True, True, True),
-        ({}, True, False, False),
-        ({}, False, True, False),
-        ({MEMORY: "0.5"}, True, True, False),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, True, True, False),
-    ],
-)
-def test_warns_if_jax_is_loaded_before_the_share_is_set(
-    tmp_path, monkeypatch, caplog, environment, has_gpu, has_jax, warns
-) -> None:
-    monkeypatch.setattr(settings, "NVIDIA_DRIVER", tmp_path if has_gpu else tmp_path / "none")
-    modules = {**sys.modules, "jax": None} if has_jax else {"sys": sys}
-    monkeypatch.setattr(sys, "modules", modules)
-    given = dict(environment)
-    ask_for_memory(EngineConfig(), environment)
-    assert environment == (given or {MEMORY: "0.950"})
-    assert [MEMORY in record.getMessage() for record in caplog.records] == [True] * warns

@@ -12,7 +12,7 @@ from jaxserve.errors import JaxserveError
 from jaxserve.front.shared_counts import SharedCounts
 from jaxserve.ipc.control import Phase
 from jaxserve.ipc.control_channel import ControlAddresses
-from jaxserve.ipc.transport import SocketFolder
+from jaxserve.ipc.socket_folder import SocketFolder
 from jaxserve.testing.waiting import until
 from server import front_process
 from server.front_process import FrontProcess, FrontSilence

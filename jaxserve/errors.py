@@ -51,8 +51,8 @@ class RequestFailedError(JaxserveError):
     """The engine failed on a request that it had accepted."""
 
 
-class RequestAbortedError(JaxserveError):
-    """A request without partial results, such as one for vectors, was aborted on the server."""
+class UnavailableError(JaxserveError):
+    """The server starts or shuts down, or has aborted a request that has no partial reply."""
 
 
 class EngineDeadError(JaxserveError):

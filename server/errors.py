@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError
 from jaxserve.openai.errors import ErrorReply, error_reply, log_failure, make_error
-from server.state import UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +31,6 @@ TYPES = {
 }
 
 
-def reply_to(error: Exception) -> ErrorReply:
-    """Returns the reply for an exception."""
-    if isinstance(error, UnavailableError):
-        return make_error(503, str(error), type=TYPES[503])
-    return error_reply(error)
-
-
 def to_response(reply: ErrorReply, headers: dict[str, str] | None = None) -> Response:
     """Returns the HTTP response of an error, with ``Retry-After`` where a retry makes sense."""
     headers = dict(headers or {})
@@ -55,7 +47,7 @@ def to_response(reply: ErrorReply, headers: dict[str, str] | None = None) -> Res
 def on_jaxserve_error(request: Request, error: Exception) -> Response:
     """Responds to errors of jaxserve."""
     log_failure(logger, "a request failed", error)
-    return to_response(reply_to(error))
+    return to_response(error_reply(error))
 
 
 def on_http_error(request: Request, error: Exception) -> Response:
@@ -104,7 +96,7 @@ class CatchUnexpected:
             logger.exception("a request failed")
             if started:
                 raise
-            await to_response(reply_to(error))(scope, receive, send)
+            await to_response(error_reply(error))(scope, receive, send)
 
 
 def _no_such_path(request: Request) -> str:

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.openai.encoding import encode_pieces, fits
-from jaxserve.openai.errors import log_failure
+from jaxserve.openai.errors import error_reply, log_failure
 from jaxserve.openai.json_lines import encode_line, escape_line_breaks
-from server.errors import logger, reply_to
+from server.errors import logger
 
 T = TypeVar("T")
 WriteChunk: TypeAlias = Callable[[bytes], Awaitable[None]]
@@ -161,7 +161,7 @@ class EventStream(Response):
                         await self._write_event(write, chunk)
             except Exception as error:
                 log_failure(logger, "a stream failed", error)
-                await write(event(reply_to(error).body))
+                await write(event(error_reply(error).body))
         await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
 
     async def _write_event(self, write: WriteChunk, data: msgspec.Struct) -> None:

@@ -6,14 +6,10 @@ import time
 from collections.abc import Awaitable, Callable
 
 from jaxserve.config import EngineConfig
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import UnavailableError
 from jaxserve.front.counts import Counts, LocalCounts
 from jaxserve.front.metrics import num_cells
 from jaxserve.front.text_engine import TextEngine
-
-
-class UnavailableError(JaxserveError):
-    """The server takes no requests: it is still starting, or shutting down."""
 
 
 class ServerState:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxserve.errors import InvalidRequestError, RequestAbortedError
+from jaxserve.errors import InvalidRequestError, UnavailableError
 from jaxserve.front.admission import Permit
 from jaxserve.front.outputs import Delta
 from jaxserve.front.requests import GenerateRequest
@@ -140,13 +140,13 @@ async def complete(job: EmbeddingJob) -> EmbeddingsReply:
     """Runs a job to its end and returns the reply. Cancelling it aborts the request.
 
     Raises:
-      RequestAbortedError: `POST /abort` or the shutdown of the server aborted the request.
+      UnavailableError: `POST /abort` or the shutdown of the server aborted the request.
     """
     vectors: dict[int, list[float] | str] = {}
     async with aclosing(job.deltas) as deltas:
         async for delta in deltas:
             if delta.embedding is None:
-                raise RequestAbortedError("the request was aborted")
+                raise UnavailableError("the request was aborted")
             vector = unit(delta.embedding) if job.normalize else list(delta.embedding)
             vectors[delta.index] = _as_base64(vector) if job.as_base64 else as_json(vector)
             await asyncio.sleep(0)  # other tasks run, even if all vectors have already arrived

@@ -14,8 +14,8 @@ from jaxserve.errors import (
     InvalidRequestError,
     JaxserveError,
     QueueFullError,
-    RequestAbortedError,
     RequestFailedError,
+    UnavailableError,
     UnknownModelError,
 )
 
@@ -69,7 +69,7 @@ _KINDS: tuple[tuple[type[JaxserveError], _Kind], ...] = (
     (UnknownModelError, _Kind(404, "NotFoundError", "model_not_found")),
     (QueueFullError, _Kind(429, "RateLimitError", "queue_full")),
     (EngineDeadError, _Kind(503, "ServiceUnavailableError")),
-    (RequestAbortedError, _Kind(503, "ServiceUnavailableError")),
+    (UnavailableError, _Kind(503, "ServiceUnavailableError")),
     (RequestFailedError, _Kind(500, "InternalServerError")),
 )
 

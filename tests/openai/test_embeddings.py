@@ -13,7 +13,7 @@ from jaxserve.errors import (
     ContextLengthError,
     InvalidRequestError,
     QueueFullError,
-    RequestAbortedError,
+    UnavailableError,
     UnknownModelError,
 )
 from jaxserve.front.text_engine import TextEngine
@@ -178,7 +178,7 @@ async def test_aborted_prompts_are_not_counted_as_computed(text_engine) -> None:
     task = asyncio.create_task(embed(text_engine, IDS))
     await until(lambda: text_engine.engine.submitted)
     text_engine.abort(None)
-    with pytest.raises(RequestAbortedError):
+    with pytest.raises(UnavailableError):
         await task
     assert text_engine.metrics.prompt_tokens == 0
     assert dict(text_engine.metrics.finished) == {"abort": 1}
@@ -190,7 +190,7 @@ async def test_an_aborted_request_raises_an_error(text_engine) -> None:
     task = asyncio.create_task(embed(text_engine, [IDS, IDS]))
     await until(lambda: len(text_engine.engine.submitted) == 2)
     assert text_engine.abort(None) == 2
-    with pytest.raises(RequestAbortedError, match="aborted") as error:
+    with pytest.raises(UnavailableError, match="aborted") as error:
         await task
     assert error_reply(error.value).status == 503
     assert text_engine.num_in_flight == 0

@@ -128,7 +128,7 @@ async def test_version_probes_and_load_respond(make_client, text_engine) -> None
 
 
 async def test_requests_get_a_503_before_the_server_is_ready_and_while_it_drains(
-    make_client, check_error, text_engine
+    make_client, check_error, text_engine, caplog
 ) -> None:
     state = ServerState()
     state.phase = "load weights"
@@ -141,6 +141,7 @@ async def test_requests_get_a_503_before_the_server_is_ready_and_while_it_drains
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
             check_error(await client.post(path, json=PROMPT), 503)
         check_error(await client.get("/v1/models"), 503)
+        assert not caplog.records, "a refused request is no failure"
         state.text_engine = text_engine
         assert (await client.get("/health")).status_code == 200
         state.draining = True

@@ -78,6 +78,7 @@ class Fronts:
         """
         for index in range(self._count):
             self._fronts.append(self._new_front(index))
+            await asyncio.sleep(0)  # signals act between the starts of many processes
         ups = [front.up for front in self._fronts]
         await asyncio.wait(ups, return_when=asyncio.FIRST_EXCEPTION)
         up = [each.result() for each in ups if each.done()][0]

@@ -20,6 +20,9 @@ from jaxserve.parsing.registry import (
 )
 from jaxserve.setting import POSITIVE, Range, at_least, between, check_ranges, setting
 
+MAX_FRONTS = 64
+"""Each front process takes about 70 MB, and is worth it only if it has a core of its own."""
+
 
 def _names(parsers: Mapping[str, str]) -> str:
     return f"{', '.join(parsers)}, none, or auto to detect it from the chat template"
@@ -124,7 +127,7 @@ class ServerSettings:
         1,
         "processes that serve HTTP, chat templates and text, each on a core of its own; with more "
         "than 1 a main process accepts the connections, and restarts those processes if they die",
-        range=at_least(1),
+        range=between(1, MAX_FRONTS),
     )
     chat_template: str | None = setting(
         None, "file with a Jinja chat template (default: the template of the model)"

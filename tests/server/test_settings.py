@@ -15,6 +15,7 @@ from server.settings import ApiSettings, ServerSettings
         ("default_chat_template_kwargs", "[1]"),
         ("default_chat_template_kwargs", '{"messages": []}'),
         ("api_server_count", 0),
+        ("api_server_count", 65),
         ("shutdown_timeout", -1.0),
         ("shutdown_timeout", float("nan")),
     ],

@@ -16,6 +16,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
+    ASGI3Application,
     HttpToolsProtocol,
     RequestResponseCycle,
 )
@@ -33,6 +34,9 @@ PIECE_BYTES = 16 * 1024
 """Bytes parsed at once. If a head follows another request in the same piece, its bytes are counted
 from the end of that piece."""
 
+MAX_QUEUED = 32
+"""The most requests of a connection that may wait for the response to an earlier one."""
+
 MAX_UNREAD_BYTES = 64 * 1024 * 1024
 UNREAD_TIMEOUT_S = 30
 """Limits in bytes and seconds on the rest of a request that is discarded after its response."""
@@ -48,6 +52,8 @@ class HttpProtocol(HttpToolsProtocol):
     - A client that gets its response before it has sent the whole request can still read that
       response: the rest of the request is discarded, up to `MAX_UNREAD_BYTES` and
       `UNREAD_TIMEOUT_S`. Closing at once would reset the connection and lose the response.
+    - At most `MAX_QUEUED` requests may wait behind another one. If the client leaves, that one is
+      told, and the others do not begin.
     - Bytes that are not HTTP get a JSON error like any other. Offers to upgrade to another protocol
       are ignored.
     - A stream to a client of HTTP/1.0 has no chunks: it ends when the connection does.
@@ -62,6 +68,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._discards_input = False  # received bytes are no longer parsed
         self._num_unread_bytes = 0
+        self._running: RequestResponseCycle | None = None  # the latest that has begun
         # Set while the rest of a request is discarded.
         self._unread_timer: asyncio.TimerHandle | None = None
 
@@ -74,10 +81,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the timers of a closed connection."""
+        """Stops the timers of a closed connection, and tells the application that it is closed."""
         self._stop_head_timer()
         self._stop_unread_timer()
         self._watch.stop()
+        self.pipeline.clear()
+        # uvicorn tells the request that came last, which may not have begun.
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -142,8 +154,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._check_host()
         if self.parser.should_upgrade():
             return
+        if len(self.pipeline) == MAX_QUEUED:
+            raise _InvalidHeadError(f"more than {MAX_QUEUED} requests wait for earlier responses")
         super().on_headers_complete()
         cycle = self.cycle
+        if self.pipeline:
+            # uvicorn would read no more, and not notice that the client leaves.
+            self.flow.resume_reading()
         # The application runs in a task that has not started yet, so it sees these changes.
         cycle.transport = CycleTransport(  # type: ignore[assignment]
             self.write, self.transport.is_closing, partial(self.close_after, cycle)
@@ -153,6 +170,10 @@ class HttpProtocol(HttpToolsProtocol):
             end_with_connection(cycle)
         write = partial(write_part, cycle, as_chunk=has_chunks)
         self.scope["extensions"] = {EXTENSION: {"write": write}}
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """Receives a piece of the body of a request."""

@@ -38,12 +38,18 @@ class WriteWatch:
         self._loop = loop
         self._timeout_s = timeout_s
         self._timer: asyncio.TimerHandle | None = None  # runs while there may be unsent bytes
+        self._is_stopped = False
         self._num_written = 0
         self._num_sent = 0  # of the last progress, which was at `_progress_time`
         self._progress_time = 0.0
 
     def write(self, data: bytes) -> None:
-        """Writes bytes. Like the method of a transport, it never waits."""
+        """Writes bytes. Like the method of a transport, it never waits.
+
+        Has no effect after `stop`: some transports raise an error when the connection is lost.
+        """
+        if self._is_stopped:
+            return
         self._transport.write(data)
         self._num_written += len(data)
         if self._timer is None:
@@ -52,6 +58,7 @@ class WriteWatch:
 
     def stop(self) -> None:
         """Stops watching. Call it when the connection is lost."""
+        self._is_stopped = True
         if self._timer is not None:
             self._timer.cancel()
 

@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import server.http
-from server.http import MAX_HEAD_BYTES, PIECE_BYTES, HttpProtocol
+from jaxserve.testing.waiting import until
+from server.http import MAX_HEAD_BYTES, MAX_QUEUED, PIECE_BYTES, HttpProtocol
 from server.http_server import HttpServer
 
 
@@ -327,3 +328,72 @@ async def test_shutdown_disconnects_a_client_that_does_not_read(caplog) -> None:
     assert ends == ["http.disconnect"]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     writer.close()
+
+
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+class Held:
+    """An application whose replies wait for ``release``, and that notes who leaves before."""
+
+    def __init__(self) -> None:
+        self.num_begun = self.num_left = 0
+        self.release = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_begun += 1
+        while (await receive())["type"] == "http.request":
+            leaving = asyncio.create_task(receive())
+            releasing = asyncio.create_task(self.release.wait())
+            await asyncio.wait([leaving, releasing], return_when=asyncio.FIRST_COMPLETED)
+            releasing.cancel()
+            if not leaving.done():
+                leaving.cancel()
+                await Response(b"held")(scope, receive, send)
+                return
+            assert (await leaving)["type"] == "http.disconnect"
+            self.num_left += 1
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"nobody reads it"})
+            return
+
+
+@pytest.mark.parametrize("abort", [False, True])
+@pytest.mark.parametrize(
+    "queued", [b"", GET, 5 * GET, b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n1234"]
+)
+async def test_a_client_that_leaves_is_noticed_whatever_it_has_queued(
+    queued, abort, caplog
+) -> None:
+    app = Held()
+    async with serving(app=app) as port, asyncio.timeout(60):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET + queued)
+        await until(lambda: app.num_begun == 1)
+        if abort:
+            writer.transport.abort()
+        else:
+            writer.close()
+        await until(lambda: app.num_left == 1)
+    assert app.num_begun == 1, "a request began after its client had left"
+    assert not caplog.records
+
+
+async def test_queued_requests_are_served_in_order_up_to_a_limit() -> None:
+    app = Held()
+    async with serving(app=app) as port, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET + MAX_QUEUED * GET)
+        await until(lambda: app.num_begun == 1)
+        app.release.set()
+        for _ in range(1 + MAX_QUEUED):
+            assert b"200" in await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(4) == b"held"
+        assert app.num_begun == 1 + MAX_QUEUED
+        app.release.clear()
+        writer.write(100_000 * GET)  # on the same connection
+        await until(lambda: app.num_begun == 2 + MAX_QUEUED)
+        app.release.set()
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 1 + MAX_QUEUED
+        assert app.num_begun == 2 * (1 + MAX_QUEUED)
+        writer.close()

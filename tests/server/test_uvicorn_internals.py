@@ -27,6 +27,7 @@ SIGNATURES = {
         "on_body": ("self", "body"),
         "on_message_complete": ("self",),
         "on_response_complete": ("self",),
+        "_start_asgi_task": ("self", "cycle", "app"),
         "_unset_keepalive_if_required": ("self",),
     },
     RequestResponseCycle: {"send": ("self", "message"), "receive": ("self",)},

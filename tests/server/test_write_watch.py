@@ -74,6 +74,16 @@ def watched() -> tuple[WriteWatch, FakeTransport, FakeLoop]:
     return WriteWatch(transport, loop, timeout_s=60), transport, loop  # type: ignore[arg-type]
 
 
+def test_nothing_is_written_after_the_connection_is_lost(watched) -> None:
+    watch, transport, loop = watched
+    watch.write(b"x")
+    watch.stop()
+    watch.write(b"x" * 100)
+    assert transport.unsent == 1
+    loop.advance(1000)
+    assert not transport.aborted
+
+
 def test_a_client_that_reads_nothing_is_disconnected_after_the_timeout(watched) -> None:
     watch, transport, loop = watched
     watch.write(b"x" * 100)

@@ -52,10 +52,12 @@ class FrontSilence:
     """The seconds for which a front may send nothing. It sends `Alive` about every second.
 
     Attributes:
+      start_s: a new front that has sent nothing is killed then.
       suspect_s: then it gets no new connections.
       dead_s: then it is killed.
     """
 
+    start_s: float = 120.0
     suspect_s: float = 5.0
     dead_s: float = 30.0
 
@@ -96,6 +98,7 @@ class FrontProcess:
         self.ended: asyncio.Future[JaxserveError] = loop.create_future()
         self._silence = silence
         self._on_abort = on_abort
+        self._began_s = time.monotonic()
         self._last_message_s: float | None = None
         self._up_s: float | None = None
         self._channel = ControlChannel.of_main(context, launch.control)
@@ -190,9 +193,9 @@ class FrontProcess:
     async def _watch_silence(self) -> None:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            if self._silent_s >= self._silence.dead_s:
+            if self._silent_s >= self._most_silent_s:
                 await asyncio.sleep(CATCH_UP_S)
-            if self._silent_s >= self._silence.dead_s:
+            if self._silent_s >= self._most_silent_s:
                 hangs = f"{self._name} hangs: it has sent nothing for {self._silent_s:.0f} s"
                 self._end(JaxserveError(hangs))
                 return
@@ -208,8 +211,13 @@ class FrontProcess:
 
     @property
     def _silent_s(self) -> float:
-        """Seconds since the last message; 0 before the first one."""
-        return 0.0 if self._last_message_s is None else time.monotonic() - self._last_message_s
+        """Seconds since the last message, or since the start."""
+        return time.monotonic() - (self._last_message_s or self._began_s)
+
+    @property
+    def _most_silent_s(self) -> float:
+        has_begun = self._last_message_s is not None
+        return self._silence.dead_s if has_begun else self._silence.start_s
 
     @property
     def _name(self) -> str:

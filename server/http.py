@@ -14,9 +14,9 @@ from typing import Any
 
 import httptools
 import msgspec
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
-    ASGI3Application,
     HttpToolsProtocol,
     RequestResponseCycle,
 )
@@ -171,9 +171,9 @@ class HttpProtocol(HttpToolsProtocol):
         write = partial(write_part, cycle, as_chunk=has_chunks)
         self.scope["extensions"] = {EXTENSION: {"write": write}}
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def on_body(self, body: bytes) -> None:
         """Receives a piece of the body of a request."""

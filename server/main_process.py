@@ -35,6 +35,9 @@ from server.settings import FrontSettings
 
 logger = logging.getLogger(__name__)
 
+FRONT_END_S = 5.0
+"""Seconds that a front has to end after the time of its requests is over."""
+
 
 class MainProcess:
     """Implements `server.service.Service` with ``--api-server-count`` front processes.
@@ -124,8 +127,11 @@ class MainProcess:
             decision.add_done_callback(lambda _: self._fronts.stop(stops.haste))
 
     async def drain(self, stops: Stops) -> None:
-        """See `Service.drain`. The fronts end when they have drained."""
-        await self._fronts.ended()
+        """See `Service.drain`. The fronts end when they have drained; `close` kills the rest."""
+        ended = asyncio.create_task(self._fronts.ended())
+        await stops.give_time(ended, self._settings.server.shutdown_timeout)
+        await asyncio.wait([ended], timeout=FRONT_END_S)
+        ended.cancel()
 
     async def close(self, *, at_once: bool) -> None:
         """See `Service.close`."""

@@ -26,17 +26,16 @@ async def watch_open_files(
     """
     loop = asyncio.get_running_loop()
     quiet_until = loop.time()
-    with open(os.devnull) as file:
-        while True:
-            await asyncio.sleep(interval_s)
-            try:
-                os.close(os.dup(file.fileno()))
-            except OSError as error:
-                if error.errno not in LIMITS:
-                    raise
-                if loop.time() >= quiet_until:
-                    quiet_until = loop.time() + quiet_s
-                    _warn(LIMITS[error.errno])
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            if error.errno not in LIMITS:
+                raise
+            if loop.time() >= quiet_until:
+                quiet_until = loop.time() + quiet_s
+                _warn(LIMITS[error.errno])
 
 
 def _warn(whose: str) -> None:

@@ -163,13 +163,7 @@ class Front:
         if not replies:
             return
         replied = asyncio.create_task(asyncio.wait(replies))
-        if stops.stop.done():
-            await asyncio.wait({replied, stops.limited}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait(
-            {replied, stops.at_once},
-            timeout=self._settings.server.shutdown_timeout,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        await stops.give_time(replied, self._settings.server.shutdown_timeout)
         replied.cancel()
 
 

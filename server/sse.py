@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.front.memory import FreedMemory
 from jaxserve.openai.encoding import encode_pieces, fits
 from jaxserve.openai.errors import error_reply, log_failure
 from jaxserve.openai.json_lines import encode_line, escape_line_breaks
@@ -78,8 +79,16 @@ FRAMINGS = {"plain": PLAIN, "named": Framing(named_event, _named_head, b"")}
 """The framings that `jaxserve.openai.endpoints.Endpoint.framing` names."""
 
 
-async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct]) -> Response:
-    """Awaits ``body`` and returns it as JSON. Raises ClientDisconnect if the client disconnects."""
+async def reply_whole(
+    request: Request, body: Coroutine[Any, Any, msgspec.Struct], memory: FreedMemory
+) -> Response:
+    """Awaits ``body`` and returns it as JSON.
+
+    ``memory`` gives the memory of a large reply back when it has been sent.
+
+    Raises:
+      ClientDisconnect: the client disconnects.
+    """
     whole = await unless_disconnected(request.receive, body)
     if fits(whole):
         return Response(_encode(whole), media_type="application/json")
@@ -87,7 +96,7 @@ async def reply_whole(request: Request, body: Coroutine[Any, Any, msgspec.Struct
     for piece in encode_pieces(whole):
         pieces.append(piece)
         await asyncio.sleep(0)  # other requests continue between the pieces
-    return LargeReply(pieces)
+    return LargeReply(pieces, memory)
 
 
 class LargeReply(Response):
@@ -95,19 +104,25 @@ class LargeReply(Response):
 
     media_type = "application/json"
 
-    def __init__(self, pieces: list[bytes]) -> None:
-        super().__init__(headers={"content-length": str(sum(map(len, pieces)))})
+    def __init__(self, pieces: list[bytes], memory: FreedMemory) -> None:
+        self._size = sum(map(len, pieces))
+        super().__init__(headers={"content-length": str(self._size)})
         self._pieces = pieces
+        self._memory = memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send(
             {"type": "http.response.start", "status": 200, "headers": self.raw_headers.copy()}
         )
         self._pieces.reverse()
-        while self._pieces:
-            await _send_message(send, self._pieces.pop())
-            await asyncio.sleep(0)  # sending does not wait for a client that reads fast enough
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            while self._pieces:
+                await _send_message(send, self._pieces.pop())
+                await asyncio.sleep(0)  # sending does not wait for a client that reads fast enough
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._pieces.clear()
+            self._memory.after(self._size)
 
 
 async def reply_stream(

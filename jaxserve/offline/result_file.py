@@ -15,7 +15,7 @@ from typing import IO
 
 import msgspec
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.offline.batch_file import OK, BatchResult
 from jaxserve.openai.json_lines import encode_line
 
@@ -85,10 +85,18 @@ class ResultFile:
         """Does nothing: `write` has written the results."""
 
     def close(self) -> None:
-        """Writes the whole file to the disk, and closes it. Removes it if the run did not begin."""
+        """Writes the whole file to the disk, and closes it. Removes it if the run did not begin.
+
+        Raises:
+          JaxserveError: somebody has removed the file during the run.
+        """
         try:
             if self._has_begun:
                 os.fsync(self._fd)
+                if os.fstat(self._fd).st_nlink == 0:
+                    raise JaxserveError(
+                        f"{self._shown} was removed during the run, and the results with it"
+                    )
             elif self._is_new:
                 self._path.unlink(missing_ok=True)
         finally:

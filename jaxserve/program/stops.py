@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from typing import Any
 
 
 class Haste(enum.IntEnum):
@@ -50,3 +51,14 @@ class Stops:
         for future, is_decided in decided.items():
             if is_decided and not future.done():
                 future.set_result(None)
+
+    async def give_time(self, work: asyncio.Future[Any], timeout_s: float) -> None:
+        """Waits until ``work`` is done, or until it may take no more time.
+
+        ``timeout_s`` seconds begin when `limited` is set; or now, if nobody said to stop.
+        """
+        if self.stop.done():
+            await asyncio.wait([work, self.limited], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [work, self.at_once], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )

@@ -30,7 +30,7 @@ async def create(request: Request, *, endpoint: Endpoint) -> Response:
     async def whole() -> msgspec.Struct:
         return await endpoint.complete(await preparing)
 
-    reply = await reply_whole(request, whole())
+    reply = await reply_whole(request, whole(), text_engine.memory)
     # Half a reply with the status 200 would pass for a whole one; a 503 is tried again elsewhere.
     server.check_whole()
     return reply

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError
 from jaxserve.offline.batch_file import BatchResult
 from jaxserve.offline.result_file import ResultFile
 
@@ -287,3 +287,12 @@ def test_lines_survive_splitlines(path: Path) -> None:
     assert ids_in(path) == [text, "b"]
     assert results_in(path)[0]["response"]["body"]["text"] == text
     assert ResultFile(path, resume=True).answered == {text, "b"}
+
+
+def test_a_file_that_was_removed_during_the_run_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    results = ResultFile(path)
+    results.begin()
+    path.unlink()
+    with pytest.raises(JaxserveError, match=r"out\.jsonl was removed during the run"):
+        results.close()

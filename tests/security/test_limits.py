@@ -273,6 +273,7 @@ def test_the_table_of_limits_matches_the_code() -> None:
             body_memory.MIN_BYTES_PER_S >> 10,
         ],
         "head: request line and headers": [server_http.MAX_HEAD_BYTES >> 10],
+        "pipelined requests that wait for an earlier response": [server_http.MAX_QUEUED],
         "time to receive the head; time that a connection may be idle": [
             serving.keep_alive_timeout
         ],

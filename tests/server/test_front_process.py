@@ -82,6 +82,16 @@ async def test_a_front_that_hangs_gets_no_connections_and_ends(front) -> None:
     assert not front.process.is_running
 
 
+async def test_a_front_that_hangs_before_its_first_message_ends(launch) -> None:
+    with zmq.asyncio.Context() as context:
+        silence = FrontSilence(start_s=0.0)
+        front = FrontProcess(launch, context, silence, on_abort=lambda *_: None)
+        psutil.Process(front.process.pid).suspend()
+        assert "hangs" in str(await front.ended)
+        await front.remove()
+        assert not front.process.is_running
+
+
 async def test_a_front_that_ends_says_how(front) -> None:
     psutil.Process(front.process.pid).kill()
     assert "was killed by SIGKILL" in str(await front.ended)

@@ -319,6 +319,18 @@ def test_keep_running_answers_errors_from_every_front(folder) -> None:
                 assert connection.post(COMPLETIONS, BODY).status_code == 503
 
 
+@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)])
+def test_a_front_that_hangs_does_not_delay_the_stop(folder, signals) -> None:
+    with started(folder, "--shutdown-timeout", 0.1) as program:
+        program.url  # noqa: B018 - waits until it is ready
+        hanging, _ = fronts(program)
+        hanging.suspend()
+        program.signal(*signals)
+        assert program.wait() == 0
+        assert "hangs" not in program.output, "the stop took as long as a front may be silent"
+        assert not hanging.is_running()
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

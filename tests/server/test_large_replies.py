@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from starlette.requests import Request
 
+from jaxserve.front.memory import FreedMemory
 from jaxserve.openai.protocol import Completion, CompletionChoice, CompletionLogprobs
 from jaxserve.openai.responses_protocol import MessageItem, OutputText, TextLogprob, TopLogprob
 from server.sse import FRAMINGS, EventStream, reply_whole
@@ -72,7 +74,8 @@ async def test_a_whole_reply_has_a_length_and_comes_in_pieces_if_it_is_large(
     async def body() -> msgspec.Struct:
         return make(num_tokens)
 
-    start, parts, turns = await sent_by(reply_whole(request, body()))
+    memory = Mock(FreedMemory)
+    start, parts, turns = await sent_by(reply_whole(request, body(), memory))
     headers = dict(start["headers"])
     assert headers[b"content-type"] == b"application/json"
     assert headers[b"content-length"] == b"%d" % len(expected)
@@ -81,6 +84,7 @@ async def test_a_whole_reply_has_a_length_and_comes_in_pieces_if_it_is_large(
     if num_tokens > 1:
         assert max(map(len, parts)) < 2**20
         assert turns > 5
+        memory.after.assert_called_once_with(len(expected))
 
 
 @pytest.mark.parametrize("framing", FRAMINGS)

@@ -14,7 +14,6 @@ from typing import Any
 
 import httptools
 import msgspec
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -171,9 +170,9 @@ class HttpProtocol(HttpToolsProtocol):
         write = partial(write_part, cycle, as_chunk=has_chunks)
         self.scope["extensions"] = {EXTENSION: {"write": write}}
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """Receives a piece of the body of a request."""

@@ -35,8 +35,9 @@ from server.settings import FrontSettings
 
 logger = logging.getLogger(__name__)
 
-FRONT_END_S = 5.0
-"""Seconds that a front has to end after the time of its requests is over."""
+FRONT_END_S = 10.0
+"""Seconds that a front has to end once its requests have no more time. One that works takes a few:
+clients read their last bytes, and its sockets send theirs."""
 
 
 class MainProcess:

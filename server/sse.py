@@ -126,14 +126,21 @@ class LargeReply(Response):
 
 
 async def reply_stream(
-    request: Request, chunks: AsyncGenerator[msgspec.Struct, None], *, framing: Framing = PLAIN
+    request: Request,
+    chunks: AsyncGenerator[msgspec.Struct, None],
+    memory: FreedMemory,
+    *,
+    framing: Framing = PLAIN,
 ) -> Response:
     """Returns a stream once its first chunk has arrived, so that earlier errors set the status.
 
-    Raises ClientDisconnect if the client disconnects before the first chunk.
+    ``memory`` gives the memory of large events back when they have been sent.
+
+    Raises:
+      ClientDisconnect: the client disconnects before the first chunk.
     """
     first = await unless_disconnected(request.receive, anext(chunks))
-    return EventStream(first, chunks, framing)
+    return EventStream(first, chunks, memory, framing)
 
 
 class EventStream(Response):
@@ -147,9 +154,11 @@ class EventStream(Response):
         self,
         first: msgspec.Struct,
         chunks: AsyncGenerator[msgspec.Struct, None],
+        memory: FreedMemory,
         framing: Framing = PLAIN,
     ) -> None:
         super().__init__()
+        self._memory = memory
         self._framing = framing
         self._first = first
         self._chunks = chunks
@@ -185,9 +194,14 @@ class EventStream(Response):
             await write(self._framing.event(data))
             return
         await write(self._framing.head(data))
-        for piece in encode_pieces(data):
-            await write(escape_line_breaks(piece))
-            await asyncio.sleep(0)  # other requests continue between the pieces
+        size = 0
+        try:
+            for piece in encode_pieces(data):
+                size += len(piece)
+                await write(escape_line_breaks(piece))
+                await asyncio.sleep(0)  # other requests continue between the pieces
+        finally:
+            self._memory.after(size)
         await write(b"\n\n")
 
 

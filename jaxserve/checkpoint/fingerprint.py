@@ -29,6 +29,6 @@ def _size_and_time(file: Path) -> tuple[int, ...]:
     """Returns the size and the time of the last change; nothing for a link that leads nowhere."""
     try:
         stat = file.stat()
-    except FileNotFoundError:
+    except OSError:
         return ()
     return stat.st_size, stat.st_mtime_ns

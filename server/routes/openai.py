@@ -25,7 +25,8 @@ async def create(request: Request, *, endpoint: Endpoint) -> Response:
     if endpoint.stream is not None and body.stream:
         job = await unless_disconnected(request.receive, preparing)
         framing = FRAMINGS[endpoint.framing]
-        return await reply_stream(request, endpoint.stream(job), framing=framing)
+        stream = endpoint.stream(job)
+        return await reply_stream(request, stream, text_engine.memory, framing=framing)
 
     async def whole() -> msgspec.Struct:
         return await endpoint.complete(await preparing)

@@ -39,3 +39,5 @@ def test_a_link_that_leads_nowhere_is_part_of_it(tmp_path):
     assert linked != before
     (tmp_path / "missing").write_text("a line")
     assert fingerprint(tmp_path) not in (before, linked)
+    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
+    assert fingerprint(tmp_path)

@@ -12,11 +12,7 @@ from jaxserve.llm import LLM, settings
 from jaxserve.llm.settings import ask_for_memory, engine_config
 
 MEMORY = "XLA_CLIENT_MEM_FRACTION"
-
-
-def fake_llm(checkpoint: Path, **settings) -> LLM:
-    factory = "jaxserve.testing.fake_engine:build"
-    return LLM(str(checkpoint), factory=factory, show_progress=False, **settings)
+FAKE = {"factory": "jaxserve.testing.fake_engine:build", "show_progress": False}
 
 
 def test_engine_config_assigns_settings_to_groups() -> None:
@@ -35,15 +31,15 @@ def test_rejects_an_unknown_setting() -> None:
 def test_sets_the_share_of_gpu_memory_for_jax(front_checkpoint: Path, monkeypatch) -> None:
     monkeypatch.setenv(MEMORY, "")
     monkeypatch.delenv(MEMORY)
-    fake_llm(front_checkpoint, memory_fraction=0.6).close()
+    LLM(str(front_checkpoint), **FAKE, memory_fraction=0.6).close()
     assert os.environ[MEMORY] == "0.800"
 
 
 def test_sets_the_flag_that_captures_sums_over_devices(front_checkpoint: Path, monkeypatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=9")
-    fake_llm(front_checkpoint).close()
+    LLM(str(front_checkpoint), **FAKE).close()
     assert os.environ["XLA_FLAGS"] == "--xla_one=9"
-    fake_llm(front_checkpoint, capture_collectives=True).close()
+    LLM(str(front_checkpoint), **FAKE, capture_collectives=True).close()
     assert os.environ["XLA_FLAGS"] == "--xla_gpu_enable_command_buffer=+COLLECTIVES --xla_one=9"
 
 

@@ -99,19 +99,51 @@ async def test_a_front_that_ends_says_how(front) -> None:
     assert not front.serves
 
 
+def make_fronts(count, launch, *, on_end=lambda _: None):
+    return Fronts(
+        count,
+        [],
+        launch=lambda index, reader: launch,
+        on_begin=lambda _: [],
+        on_end=on_end,
+        max_restarts=5,
+    )
+
+
 async def test_a_process_that_the_system_refuses_fails_the_start(launch, monkeypatch) -> None:
     def refuse(*_args, **_options):
         raise OSError("no room")
 
     monkeypatch.setattr(front_process, "ChildProcess", refuse)
-    fronts = Fronts(
-        2,
-        [],
-        launch=lambda index, reader: launch,
-        on_begin=lambda _: [],
-        on_end=lambda _: None,
-        max_restarts=5,
-    )
+    fronts = make_fronts(2, launch)
     with pytest.raises(JaxserveError, match="process of front 0 cannot be started: no room"):
         await fronts.start()
     await fronts.close()
+
+
+class FakeFront:
+    def __init__(self):
+        self.up = asyncio.get_running_loop().create_future()
+
+    async def remove(self):
+        return []
+
+
+async def test_a_start_of_many_fronts_can_be_cancelled(monkeypatch) -> None:
+    """Other tasks run between the starts, so a signal acts before the last one."""
+    made, ended = [], []
+
+    def new_front(*_):
+        made.append(FakeFront())
+        return made[-1]
+
+    monkeypatch.setattr(Fronts, "_new_front", new_front)
+    fronts = make_fronts(64, None, on_end=ended.append)
+    starting = asyncio.create_task(fronts.start())
+    while not made:
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert 0 < len(made) < 64
+    await fronts.close()
+    assert ended == made

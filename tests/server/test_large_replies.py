@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import msgspec
 import pytest
 from starlette.requests import Request
 
 from jaxserve.front.memory import FreedMemory
+from jaxserve.openai.encoding import fits
 from jaxserve.openai.protocol import Completion, CompletionChoice, CompletionLogprobs
 from jaxserve.openai.responses_protocol import MessageItem, OutputText, TextLogprob, TopLogprob
 from server.sse import FRAMINGS, EventStream, reply_whole
@@ -98,7 +99,11 @@ async def test_a_large_event_is_the_same_as_in_one_piece(framing, make) -> None:
             for chunk in order[1:]:
                 yield chunk
 
-        _, parts, turns = await sent_by(EventStream(order[0], rest(), form))
+        memory = Mock(FreedMemory)
+        _, parts, turns = await sent_by(EventStream(order[0], rest(), memory, form))
+        large = [call(len(msgspec.json.encode(chunk))) for chunk in order if not fits(chunk)]
+        assert len(large) == 2
+        assert memory.after.call_args_list == large
         assert b"".join(parts) == b"".join(map(form.event, order)) + form.end
         assert max(map(len, parts)) < 2**20
         assert turns > 10

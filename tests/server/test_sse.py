@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from jaxserve.errors import RequestFailedError
+from jaxserve.front.memory import FreedMemory
 from jaxserve.testing.scripted_text_engine import scripted_text_engine
 from jaxserve.testing.waiting import until
 from server.app import create_app
@@ -148,7 +149,7 @@ async def test_no_event_has_a_line_break_in_its_text(framing: str, repeats: int)
         raise AssertionError
 
     rest = chunks()
-    stream = EventStream(await anext(rest), rest, FRAMINGS[framing])
+    stream = EventStream(await anext(rest), rest, FreedMemory(), FRAMINGS[framing])
     await stream({"type": "http"}, receive, send)
     body = b"".join(message.get("body", b"") for message in sent).decode()
     lines = [line for line in body.splitlines() if line.startswith("data: {")]
